@@ -1,0 +1,31 @@
+"Packaging: everything that can change stands in settings.ini, which nbdev reads too."
+from configparser import ConfigParser
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+config = ConfigParser(delimiters=["="])
+config.read("settings.ini", encoding="utf-8")
+settings = config["DEFAULT"]
+
+setup(
+    name=settings["lib_name"],
+    version=settings["version"],
+    description=settings["description"],
+    long_description=Path("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    author=settings["author"],
+    author_email=settings["author_email"],
+    url=settings["git_url"],
+    license="Apache-2.0",
+    keywords=settings["keywords"],
+    python_requires=">=" + settings["min_python"],
+    packages=find_packages(include=["llm_from_scratch", "llm_from_scratch.*"]),
+    include_package_data=True,
+    install_requires=settings["requirements"].split(),
+    extras_require={
+        "dev": settings["dev_requirements"].split(),
+        "bench": settings["bench_requirements"].split(),
+    },
+    zip_safe=False,
+)
