@@ -1,8 +1,6 @@
+import itertools
 import json
-import os
-import signal
-import subprocess
-import sys
+import multiprocessing
 import time
 
 import pytest
@@ -22,35 +20,42 @@ from llm_from_scratch.artifacts import (
 )
 from llm_from_scratch.env import UserError
 
-WRITER = """
-import sys
-from llm_from_scratch.artifacts import atomic_folder, write_atomic, write_manifest
-print("ready", flush=True)
-step = 0
-while True:
-    step += 1
-    write_atomic(f"{sys.argv[1]}/state.json", "[" + ",".join([str(step)] * 50_000) + "]")
-    with atomic_folder(f"{sys.argv[1]}/set", overwrite=True) as folder:
-        for name in "abc":
-            (folder / name).write_bytes(bytes([step % 256]) * 500_000)
-        write_manifest(folder, kind="set", inputs={}, extra={"step": step})
-"""
+FORK = multiprocessing.get_context("fork")
+
+
+def write_for_ever(parent, first_step):
+    for step in itertools.count(first_step):
+        write_atomic(parent / "state.json", json.dumps([step] * 50_000))
+        with atomic_folder(parent / "set", overwrite=True) as folder:
+            for name in "abc":
+                (folder / name).write_bytes(bytes([step % 256]) * 200_000)
+            write_manifest(folder, kind="set", inputs={}, extra={"step": step})
+
+
+def hold_lock(path, held):
+    with Lock(path):
+        held.set()
+        time.sleep(60)
 
 
 def test_killed_writer_leaves_whole_files_and_folders(tmp_path):
-    for delay_seconds in (0.03, 0.11, 0.2):
-        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
-        writer.stdout.readline()
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "set").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(delay_seconds)
+    with atomic_folder(tmp_path / "set") as folder:
+        write_manifest(folder, kind="set", inputs={})
+    write_json(tmp_path / "state.json", [0])
+    for kill in range(12):
+        writer = FORK.Process(target=write_for_ever, args=(tmp_path, 1000 * (kill + 1)))
+        writer.start()
+        deadline = time.monotonic() + 30
+        while read_json(tmp_path / "state.json")[0] < 1000 * (kill + 1) and time.monotonic() < deadline:
+            time.sleep(0.002)
+        time.sleep(0.007 * kill)
         writer.kill()
-        writer.wait()
+        writer.join()
         assert len(set(read_json(tmp_path / "state.json"))) == 1
         assert verify_manifest(tmp_path / "set") == []
         remove_stale(tmp_path)
         assert {path.name for path in tmp_path.iterdir()} == {"state.json", "set"}
+    assert read_json(tmp_path / "state.json")[0] >= 12_000
 
 
 def test_write_atomic_keeps_the_old_content_on_an_error(tmp_path):
@@ -80,19 +85,17 @@ def test_folder_made_meanwhile_is_not_overwritten(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["set"]
 
 
-def test_folder_set_aside_by_a_dead_process_comes_back_or_goes(tmp_path):
+def test_folder_set_aside_is_kept_until_the_new_one_stands(tmp_path):
     with atomic_folder(tmp_path / "set") as folder:
-        living = folder.name
-    mark = living.split("-")[-1]
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
+        mark = folder.name.split("-")[-1]
+    dead = FORK.Process(target=print)
+    dead.start()
+    dead.join()
     aside = tmp_path / f".other.old-{dead.pid}-{mark}"
     aside.mkdir()
-    remove_stale(tmp_path)
-    assert aside.exists() or (tmp_path / "other").exists()
-    (tmp_path / "other").mkdir(exist_ok=True)
-    remove_stale(tmp_path)
-    assert not aside.exists()
+    assert remove_stale(tmp_path) == []
+    (tmp_path / "other").mkdir()
+    assert remove_stale(tmp_path) == [aside]
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"hash": 1}', "{", "\xff"])
@@ -117,19 +120,18 @@ def test_inputs_that_differ_are_both_named(tmp_path):
 
 
 def test_lock_of_a_killed_holder_is_free_and_a_living_one_is_named(tmp_path):
-    code = ("import sys, time; from llm_from_scratch.artifacts import Lock\n"
-            "with Lock(sys.argv[1]): print('held', flush=True); time.sleep(60)")
-    holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
+    held = FORK.Event()
+    holder = FORK.Process(target=hold_lock, args=(tmp_path, held))
+    holder.start()
     try:
-        holder.stdout.readline()
+        assert held.wait(30)
         with pytest.raises(UserError, match=f"process {holder.pid} on "):
             Lock(tmp_path).__enter__()
-        os.kill(holder.pid, signal.SIGKILL)
-        holder.wait()
-        with Lock(tmp_path):
-            pass
     finally:
         holder.kill()
+        holder.join()
+    with Lock(tmp_path):
+        pass
 
 
 def test_cache_folder_follows_the_environment(tmp_path):
