@@ -67,8 +67,8 @@ def rank_rows(
     position: int,     # how many of them are done, over all ranks
     *,
     batch_size: int,   # B, of one rank
-    rank: int,
-    world_size: int,
+    rank: int,         # this one, from 0
+    world_size: int,   # how many there are
 ) -> np.ndarray:       # (B,) row numbers; FILLER, only at the end, where the epoch has no more
     "The rows that a rank reads next."
     begin = position + rank * batch_size
@@ -132,8 +132,8 @@ class Batch:
 
 # %% ../nbs/02b_dataloader.ipynb #b42bb475
 def stage_tokens(
-    shards: TokenShards,
-    plan: RowPlan,
+    shards: TokenShards,                   # the maps
+    plan: RowPlan,                         # made for these shards
     row_ids: np.ndarray,                   # (B,) row numbers, FILLER only at the end
 ) -> tuple[torch.Tensor, torch.Tensor]:    # (B, T) inputs, (B, T) targets: views of buffers of T + 1 columns
     "Read rows into a new staging buffer; fillers have inputs 0 and targets IGNORED."
@@ -149,8 +149,8 @@ def stage_tokens(
 
 # %% ../nbs/02b_dataloader.ipynb #d81ca7cd
 def stage_documents(
-    shards: TokenShards,
-    plan: RowPlan,
+    shards: TokenShards,                 # with the starts of their documents
+    plan: RowPlan,                       # made for these shards
     row_ids: np.ndarray,                 # (B,) row numbers, FILLER only at the end
 ) -> tuple[torch.Tensor, torch.Tensor]:  # (B, T) positions, (B, T) doc_ids
     "Positions within documents and document numbers of rows; in fillers the numbers are -1."
@@ -164,11 +164,11 @@ def stage_documents(
 # %% ../nbs/02b_dataloader.ipynb #e4bba18a
 def check_options(
     *,
-    batch_size: int,
-    seq_len: int,
-    rank: int,
-    world_size: int,
-    seed: int,
+    batch_size: int, # at least 1
+    seq_len: int,    # at least 1
+    rank: int,       # 0 .. world_size - 1
+    world_size: int, # at least 1
+    seed: int,       # at least 0
 ) -> None:
     "Raise UserError naming the first option that no loader can have."
     for name, value, least in (("batch_size", batch_size, 1), ("seq_len", seq_len, 1), ("world_size", world_size, 1), ("seed", seed, 0)):
@@ -183,8 +183,8 @@ class TokenLoader:
         *,
         batch_size: int,             # B, rows in this rank's batch
         seq_len: int,                # T, tokens in a row
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int = 0,               # this one
+        world_size: int = 1,         # how many share an epoch
         seed: int = 0,               # decides the order, together with the epoch
         shuffle: bool = True,        # False: rows as stored
         document_mask: bool = True,  # positions and doc_ids by document; False: a row is one document
@@ -215,7 +215,7 @@ class TokenLoader:
 
 # %% ../nbs/02b_dataloader.ipynb #6b1e8ed7
 def iterate_epoch(
-    loader: TokenLoader,
+    loader: TokenLoader, # its epoch and position move on
 ) -> Iterator[Batch]:
     "Hand out what is left of the loader's epoch; at its end the loader stands at the start of the next."
     epoch = loader.epoch
@@ -230,8 +230,8 @@ def iterate_epoch(
 FIXED_STATE = ("version", "data", "seq_len", "seed", "shuffle")  # must be the same when a state is loaded
 
 def loader_state(
-    loader: TokenLoader,
-) -> dict:            # plain JSON; the same on every rank
+    loader: TokenLoader, # of any rank
+) -> dict:               # plain JSON; the same on every rank
     "Where a loader stands, counting the batches handed out."
     return dict(version=1, data=loader.shards.manifest["hash"], seq_len=loader.plan.seq_len, seed=loader.seed, shuffle=loader.shuffle,
                 epoch=loader.epoch, position=loader.position)
@@ -253,7 +253,7 @@ def restore_loader(
 
 # %% ../nbs/02b_dataloader.ipynb #1ec16a66
 def endless(
-    loader: TokenLoader,
+    loader: TokenLoader, # may stand anywhere
 ) -> Iterator[Batch]:
     "Batches epoch after epoch, from where the loader stands."
     while True: yield from loader

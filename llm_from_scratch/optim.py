@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['HEAD_NAMES', 'lr_at', 'param_groups', 'orthogonalize', 'muon_move', 'Muon', 'hidden_matrices', 'MuonWithAdamW',
            'lr_range', 'build_adamw', 'build_optimizer', 'set_lr', 'warn_if_total_changed', 'clip_gradients',
-           'parameter_names', 'named_state', 'check_named_state', 'load_named_state', 'NamedState']
+           'parameter_names', 'named_state', 'check_named_state', 'load_named_state']
 
 # %% ../nbs/03b_optim.ipynb #557d42a5
 import logging
@@ -13,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 
+# %% ../nbs/03b_optim.ipynb #35f12949
 import torch
 from torch import nn
 
@@ -270,20 +271,3 @@ def load_named_state(
         for p in (p for group in part.param_groups for p in group["params"]):
             moments = state["moments"].get(names[p], {})
             if moments: part.state[p] = {key: value.detach().to(p.device, copy=True) for key, value in moments.items()}
-
-# %% ../nbs/03b_optim.ipynb #bb6574b1
-class NamedState:
-    "An optimizer's moments as something to save and load, by parameter name."
-
-    def __init__(
-        self,
-        model: nn.Module,  # unwrapped
-        optimizer,         # over the model's parameters
-    ):
-        self.model, self.optimizer = model, optimizer
-
-    def state_dict(self) -> dict:
-        return named_state(self.model, self.optimizer)
-
-    def load_state_dict(self, state: dict) -> None:
-        load_named_state(self.model, self.optimizer, state)
