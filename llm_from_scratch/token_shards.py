@@ -317,7 +317,6 @@ def cached_shards(
     if split not in SPLITS: raise UserError(f"split {split}: it is one of {', '.join(SPLITS)}")
     corpus = inputs_hash(files)
     folder = Path(cache_dir) / "shards" / shards_key(cfg, tokenizer, corpus)[:24]
-    folder.parent.mkdir(parents=True, exist_ok=True)
     with Lock(folder.with_suffix(".lock"), wait=True):
         if not folder.exists():
             reading = Counter()
