@@ -252,7 +252,7 @@ def load_tokenizer(
     "Read and verify a tokenizer; raises UserError where it is missing, damaged or not lossless."
     path = Path(path)
     if not path.exists(): raise UserError(f"{path}: no tokenizer here")
-    if path.is_file(): return Tokenizer(path.read_bytes())
+    if path.is_file(): return Tokenizer(load_processor(path.read_bytes(), str(path)).serialized_model_proto())
     manifest = read_manifest(path, kind="tokenizer")
     problems = verify_manifest(path)
     if problems: raise UserError(f"{path}: the tokenizer is damaged: {'; '.join(problems)}")
@@ -341,7 +341,8 @@ def build_parsers() -> dict[str, CommandParser]: # by command: train, encode, in
     train.add_argument("--inputs", nargs="+", default=[], metavar="FILE", help="text, JSONL or Parquet: files, folders, globs (default: Python's library)")
     train.add_argument("--out", required=True, metavar="DIR", help="a new folder")
     defaults = TokenizerConfig()
-    for name, kind in (("vocab_size", int), ("kind", str), ("character_coverage", float), ("train_bytes", int)):
+    train.add_argument("--kind", choices=["bpe", "unigram"], default=defaults.kind, help=f"SentencePiece's algorithm (default {defaults.kind})")
+    for name, kind in (("vocab_size", int), ("character_coverage", float), ("train_bytes", int)):
         meaning = f"{TokenizerConfig.model_fields[name].description} (default {getattr(defaults, name)})"
         train.add_argument(f"--{name.replace('_', '-')}", type=kind, default=getattr(defaults, name), metavar="VALUE", help=meaning)
     train.add_argument("--no-byte-fallback", action="store_true", help="unknown characters become unk instead of bytes")
