@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MAX_VOCAB_SIZE', 'DEFAULT_SHARD_TOKENS', 'SPLITS', 'token_dtype', 'token_offset_bytes', 'EncodedDocument',
            'check_ids', 'write_shard', 'ShardWriter', 'finish_shards', 'write_shards', 'map_tokens', 'TokenShards',
-           'open_shards', 'document_at', 'check_borders', 'encode_documents', 'write_splits', 'shards_key',
+           'open_shards', 'document_at', 'check_borders', 'encode_documents', 'split_of', 'write_splits', 'shards_key',
            'cached_shards']
 
 # %% ../nbs/02a_token_shards.ipynb #a8b84b3d
@@ -16,12 +16,11 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-import pyarrow
-from pyarrow import parquet
+from pyarrow import parquet, table
 
 from .artifacts import Lock, atomic_folder, read_manifest, require_inputs, verify_manifest, write_manifest
 from .config import DataConfig
-from .documents import Document, inputs_hash, is_validation, read_documents, stdlib_files
+from .documents import Document, inputs_hash, is_validation, read_corpus, read_documents, stdlib_files
 from .env import UserError, hash_json
 from .tokenizer import Tokenizer
 
@@ -83,7 +82,7 @@ def write_shard(
     with open(folder / f"{name}.bin", "wb") as file: file.writelines(document.ids for document in documents)
     np.save(folder / f"{name}.idx.npy", np.cumsum([0, *lengths[:-1]], dtype=np.int64))
     columns = {field: [getattr(document, field) for document in documents] for field in ("id", "source", "lang", "num_bytes")}
-    parquet.write_table(pyarrow.table(columns), folder / f"{name}.docs.parquet", compression="zstd")
+    parquet.write_table(table(columns), folder / f"{name}.docs.parquet", compression="zstd")
     return dict(name=name, num_tokens=sum(lengths), num_documents=len(documents), num_bytes=sum(columns["num_bytes"]),
                 max_id=max(int(document.ids.max()) for document in documents))
 
@@ -148,14 +147,16 @@ def write_shards(
     tokenizer_fingerprint: str,    # `Tokenizer.fingerprint`, asked for again when the shards are opened
     shard_tokens: int = DEFAULT_SHARD_TOKENS, # tokens in a shard file
     dtype: str = "auto",           # as in `token_dtype`
-    **provenance,                  # bos_id, eos_id, inputs, reading, as in `finish_shards`
+    bos_id: int | None = None,     # as in `finish_shards`
+    eos_id: int | None = None,     # as in `finish_shards`
+    inputs: dict | None = None,    # as in `finish_shards`
 ) -> dict:                         # the manifest
     "Store documents as shards; raises UserError for a foreign id, FileExistsError where `out` exists."
     with atomic_folder(Path(out)) as work:
         writer = ShardWriter(work, vocab_size=vocab_size, shard_tokens=shard_tokens, dtype=dtype)
         for number, document in enumerate(docs):
             writer.add(document if isinstance(document, EncodedDocument) else EncodedDocument(document, id=str(number)))
-        return finish_shards(writer, tokenizer_fingerprint=tokenizer_fingerprint, **provenance)
+        return finish_shards(writer, tokenizer_fingerprint=tokenizer_fingerprint, bos_id=bos_id, eos_id=eos_id, inputs=inputs)
 
 # %% ../nbs/02a_token_shards.ipynb #a6eeb1c7
 def map_tokens(
@@ -220,10 +221,10 @@ def open_shards(
 
 # %% ../nbs/02a_token_shards.ipynb #9bada210
 def document_at(
-    shards: TokenShards,
-    shard: int, # number of the shard
-    token: int, # position in it
-) -> dict:      # id, source, lang, num_bytes of the document, and `token`: the position within it
+    shards: TokenShards, # with their folder
+    shard: int,          # number of the shard
+    token: int,          # position in it
+) -> dict:               # id, source, lang, num_bytes of the document, and `token`: the position within it
     "The document that holds a token; raises UserError outside the shards."
     if not (0 <= shard < len(shards.shards) and 0 <= token < len(shards.shards[shard])):
         raise UserError(f"{shards.path}: no token {token} in shard {shard}")
@@ -246,8 +247,8 @@ def check_borders(
 
 # %% ../nbs/02a_token_shards.ipynb #a5737b75
 def encode_documents(
-    documents: Iterable[Document],
-    tokenizer: Tokenizer,
+    documents: Iterable[Document],    # in any number
+    tokenizer: Tokenizer,             # must not add borders by itself
     tally: Counter,                   # gains encoded (documents), encoded_tokens, encoded_bytes
     *,
     batch_documents: int = 64,        # documents encoded at a time
@@ -266,9 +267,17 @@ def encode_documents(
 # %% ../nbs/02a_token_shards.ipynb #5c247dae
 SPLITS = ("train", "val")
 
+def split_of(
+    document_id: str,    # name of the document
+    val_fraction: float, # share of documents held out
+) -> str:                # "train" or "val"
+    "The split that a document belongs to, whatever other documents there are."
+    return "val" if is_validation(document_id, val_fraction) else "train"
+
+# %% ../nbs/02a_token_shards.ipynb #a3c7e771
 def write_splits(
-    documents: Iterable[Document],
-    tokenizer: Tokenizer,
+    documents: Iterable[Document], # of both splits
+    tokenizer: Tokenizer,        # its fingerprint goes into the manifests
     out: str | Path,             # folder to create: train/ and val/, as far as they have documents
     *,
     cfg: DataConfig,             # val_fraction, shard_tokens, dtype
@@ -279,7 +288,7 @@ def write_splits(
     with atomic_folder(Path(out)) as work:
         writers = {split: ShardWriter(work / split, vocab_size=tokenizer.vocab_size, shard_tokens=cfg.shard_tokens, dtype=cfg.dtype) for split in SPLITS}
         for document in encode_documents(documents, tokenizer, reading):
-            writers["val" if is_validation(document.id, cfg.val_fraction) else "train"].add(document)
+            writers[split_of(document.id, cfg.val_fraction)].add(document)
         filled = {split: writer for split, writer in writers.items() if writer.waiting}
         if not filled: raise UserError(f"{out}: no document to encode")
         for split in set(writers) - set(filled): writers[split].folder.rmdir()
@@ -288,31 +297,29 @@ def write_splits(
 
 # %% ../nbs/02a_token_shards.ipynb #192ce29f
 def shards_key(
-    cfg: DataConfig,
-    tokenizer: Tokenizer,
-    files: Iterable[Path],
-) -> str:                  # 64 hexadecimal digits
+    cfg: DataConfig,      # val_fraction, shard_tokens, dtype
+    tokenizer: Tokenizer, # its fingerprint
+    corpus: str,          # hash of the files, from `documents.inputs_hash`
+) -> str:                 # 64 hexadecimal digits
     "Hash of everything that decides what the shards hold."
     options = dict(val_fraction=cfg.val_fraction, shard_tokens=cfg.shard_tokens, dtype=cfg.dtype)
-    return hash_json(dict(format=1, inputs=inputs_hash(files), tokenizer=tokenizer.fingerprint, **options))
+    return hash_json(dict(format=1, corpus=corpus, tokenizer=tokenizer.fingerprint, **options))
 
 # %% ../nbs/02a_token_shards.ipynb #08e629ca
 def cached_shards(
-    cfg: DataConfig,
-    tokenizer: Tokenizer,
+    cfg: DataConfig,        # val_fraction, shard_tokens, dtype
+    tokenizer: Tokenizer,   # encodes, the first time
     files: Sequence[Path],  # the corpus, as from `documents.corpus_files`
     split: str,             # "train" or "val"
     cache_dir: str | Path,  # root of the cache
 ) -> TokenShards:
     "A split's shards, written at the first call; raises UserError where the split has no document."
     if split not in SPLITS: raise UserError(f"split {split}: it is one of {', '.join(SPLITS)}")
-    folder = Path(cache_dir) / "shards" / shards_key(cfg, tokenizer, files)[:24]
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    corpus = inputs_hash(files)
+    folder = Path(cache_dir) / "shards" / shards_key(cfg, tokenizer, corpus)[:24]
     with Lock(folder.with_suffix(".lock"), wait=True):
         if not folder.exists():
             reading = Counter()
-            write_splits(read_documents(files, reading), tokenizer, folder, cfg=cfg, reading=reading, inputs={"corpus": inputs_hash(files)})
-    if not (folder / split).exists():
-        way = "larger" if split == "val" else "smaller"
-        raise UserError(f"no document of {len(files)} files falls into the {split} split at data.val_fraction {cfg.val_fraction}; give more documents or a {way} fraction")
+            write_splits(read_corpus(files, cfg.val_fraction, reading), tokenizer, folder, cfg=cfg, reading=reading, inputs={"corpus": corpus})
+    if not (folder / split).exists(): raise UserError(f"the {split} split of {len(files)} file(s) is empty: a text of one character can't be split; give more text")
     return open_shards(folder / split, tokenizer_fingerprint=tokenizer.fingerprint)
