@@ -1,0 +1,189 @@
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from llm_from_scratch import documents as d
+from llm_from_scratch.env import UserError
+
+
+def read(*files):
+    tally = Counter()
+    found = list(d.read_documents([Path(file) for file in files], tally))
+    assert tally["read"] == tally["kept"] + sum(tally[reason] for reason in d.REASONS)
+    assert tally["kept"] == len(found)
+    return found, tally
+
+
+@pytest.fixture
+def good(tmp_path):
+    path = tmp_path / "good.txt"
+    path.write_text("good")
+    return path
+
+
+def test_a_byte_order_mark_is_not_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\n")
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "three"}\n')
+    found, tally = read(tmp_path / "a.txt", tmp_path / "b.jsonl")
+    assert [document.text for document in found] == ["one\r\ntwo\n", "three"]
+    assert tally["bom_removed"] == 1
+
+
+def test_a_file_of_only_a_byte_order_mark_is_empty(tmp_path, good):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf")
+    assert read(good, tmp_path / "a.txt")[1]["empty"] == 1
+
+
+@pytest.mark.parametrize("data", [b"caf\xe9", "text".encode("utf-16"), b"\xed\xa0\x80", b"\xff\xfe\x00"])
+def test_what_is_not_utf8_is_counted_and_alone_refused(tmp_path, good, data):
+    bad = tmp_path / "bad.txt"
+    bad.write_bytes(data)
+    assert read(good, bad)[1]["not_utf8"] == 1
+    with pytest.raises(UserError, match="bad.txt: not_utf8") as error:
+        read(bad)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("data", [b"", b" \n\t\r\n"])
+def test_an_empty_file_is_counted_and_alone_refused(tmp_path, good, data):
+    bad = tmp_path / "bad.txt"
+    bad.write_bytes(data)
+    assert read(good, bad)[1]["empty"] == 1
+    with pytest.raises(UserError, match="empty"):
+        read(bad)
+
+
+def test_a_bad_json_line_costs_that_line_only(tmp_path):
+    lines = [b'{"text": "one"}', b'{"text": ', b"[1]", b'{"text": 3}', b'{"text": "caf\xe9"}', b"", b'{"text": ""}', b'{"text": "two"}']
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    found, tally = read(path)
+    assert [document.text for document in found] == ["one", "two"]
+    assert [document.id.rsplit(":", 1)[1] for document in found] == ["1", "8"]
+    assert tally == {"read": 8, "kept": 2, "bad_json": 1, "no_text": 2, "not_utf8": 1, "empty": 2}
+
+
+def test_json_with_other_line_separators_inside_is_one_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "a\u2028b\x85c\r\nd"}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert [document.text for document in read(path)[0]] == ["a\u2028b\x85c\r\nd"]
+
+
+def test_deeply_nested_json_is_bad_json(tmp_path, good):
+    path = tmp_path / "a.jsonl"
+    path.write_text("[" * 200_000 + "\n")
+    assert read(good, path)[1]["bad_json"] == 1
+
+
+def test_lone_surrogates_are_replaced_and_pairs_survive(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "half \\ud83d"}\n{"text": "whole \\ud83d\\ude00"}\n')
+    found, tally = read(path)
+    assert [document.text for document in found] == ["half \ufffd", "whole 😀"]
+    assert tally["surrogates_replaced"] == 1
+    assert all(document.text.encode() for document in found)
+
+
+def test_newlines_are_untouched(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\n a\r\nb\rc\x0c\n\n")
+    assert read(path)[0][0].text == "\n a\r\nb\rc\x0c\n\n"
+
+
+def test_a_truncated_archive_gives_what_it_holds(tmp_path):
+    import random
+    noise = random.Random(0)
+    rows = [json.dumps({"text": f"{number} {noise.random()}"}) for number in range(20_000)]
+    whole = gzip.compress("\n".join(rows).encode())
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(whole[: len(whole) // 2])
+    found, tally = read(path)
+    assert 0 < len(found) < len(rows) and tally["damaged"] == 1
+
+
+def test_parquet_rows_keep_their_provenance(tmp_path):
+    path = tmp_path / "a.parquet"
+    columns = {"id": ["x", None], "text": ["one", "two"], "lang_prob": [0.5, None], "warc_offset": [10, 2**40], "other": [1, 2]}
+    parquet.write_table(pyarrow.table(columns), path)
+    found, _ = read(path)
+    assert found[0] == d.Document("x", "one", lang_prob=0.5, warc_offset=10)
+    assert found[1].id.endswith("a.parquet:2") and found[1].warc_offset == 2**40
+
+
+def test_parquet_without_text_and_damaged_parquet(tmp_path, good):
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"body": ["one"]}), path)
+    with pytest.raises(UserError, match="no column 'text', only body"):
+        read(path)
+    path.write_bytes(path.read_bytes()[:-5])
+    assert read(good, path)[1]["damaged"] == 1
+
+
+def test_a_pattern_that_matches_nothing_is_refused(tmp_path, good):
+    for pattern in ["*.md", "nowhere", "nowhere/*.txt", "**/x"]:
+        with pytest.raises(UserError, match="no file here") as error:
+            d.list_inputs([str(good), str(tmp_path / pattern)])
+        assert pattern in str(error.value)
+    (tmp_path / "hollow").mkdir()
+    with pytest.raises(UserError, match="hollow: no file here"):
+        d.list_inputs([str(tmp_path / "hollow")])
+
+
+def test_a_file_whose_name_holds_glob_characters_is_a_file(tmp_path):
+    path = tmp_path / "part[1]*.txt"
+    path.write_text("text")
+    assert d.list_inputs([str(path)]) == [path]
+
+
+def test_each_file_once_and_sorted(tmp_path):
+    for name in ["b.txt", "a.txt", "sub/c.txt", ".git/d.txt", "sub/.e.txt"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    files = d.list_inputs([str(tmp_path / "b.txt"), str(tmp_path), f"{tmp_path}/**/*.txt"])
+    assert [path.relative_to(tmp_path).as_posix() for path in files] == ["a.txt", "b.txt", "sub/c.txt"]
+
+
+def test_a_file_that_vanished_is_one_line(tmp_path):
+    with pytest.raises(UserError, match="gone.txt: cannot be read"):
+        read(tmp_path / "gone.txt")
+
+
+def test_the_split_never_moves():
+    names = [f"{number}.py" for number in range(2000)]
+    held_out = {name for name in names if d.is_validation(name, 0.05)}
+    assert 60 < len(held_out) < 140
+    assert held_out == {name for name in names[::-1] + ["new"] if d.is_validation(name, 0.05)} - {"new"}
+    assert d.is_validation("json/decoder.py", 0.01) is d.is_validation("json/decoder.py", 0.01)
+
+
+def test_the_inputs_hash_ignores_where_the_library_lies(tmp_path, monkeypatch):
+    for place in ("here", "there"):
+        (tmp_path / place / "json").mkdir(parents=True)
+        (tmp_path / place / "json" / "decoder.py").write_text("pass")
+    hashes = []
+    for place in ("here", "there"):
+        monkeypatch.setattr(d, "stdlib_folder", lambda: tmp_path / place)
+        hashes.append(d.inputs_hash(d.stdlib_files()))
+    assert hashes[0] == hashes[1]
+
+
+def test_the_inputs_hash_sees_names_and_bytes(tmp_path):
+    paths = [tmp_path / name for name in ("a", "b")]
+    for path in paths:
+        path.write_text("one")
+    first = d.inputs_hash(paths[:1])
+    assert first != d.inputs_hash(paths[1:]) != d.inputs_hash(paths)
+    paths[0].write_text("two")
+    assert d.inputs_hash(paths[:1]) != first
+
+
+def test_the_standard_library_leaves_tests_out():
+    names = [d.document_id(path) for path in d.stdlib_files()]
+    assert "json/decoder.py" in names and "__future__.py" in names
+    assert not [name for name in names if name.startswith("/") or "/tests/" in name or name.startswith("test/")]
+    assert not [name for name in names if "site-packages" in name or "_sysconfigdata" in name]

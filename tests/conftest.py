@@ -1,0 +1,18 @@
+"Tests marked slow or cuda are skipped, and counted, unless they are asked for and can run."
+
+import pytest
+
+
+def pytest_collection_modifyitems(config, items):
+    asked = config.getoption("markexpr")
+    for item in items:
+        if "slow" in item.keywords and "slow" not in asked:
+            item.add_marker(pytest.mark.skip(reason="slow: run with -m slow"))
+        if "cuda" in item.keywords and not has_cuda():
+            item.add_marker(pytest.mark.skip(reason="cuda: no NVIDIA GPU here"))
+
+
+def has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
