@@ -11,7 +11,7 @@ __all__ = ['RANK_VARIABLES', 'ADDRESS_VARIABLES', 'FAST_BF16_FLAGS', 'REPORTED_P
            'declared_requirements', 'check_versions', 'check_disk', 'check_shared_memory', 'check_ranks', 'check_port',
            'check_threads', 'check_search_path', 'preflight', 'main']
 
-# %% ../nbs/00_env.ipynb #c97cda58
+# %% ../nbs/00_env.ipynb #3a974c5d
 import argparse
 import difflib
 import functools
@@ -46,11 +46,11 @@ from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 
-# %% ../nbs/00_env.ipynb #ed9e9ac5
+# %% ../nbs/00_env.ipynb #59e6f1c7
 class UserError(ValueError):
     "What the user can put right; its message says what was wrong, where, and what to do."
 
-# %% ../nbs/00_env.ipynb #b6b74697
+# %% ../nbs/00_env.ipynb #56f7629c
 def run_command(
     main: Callable[[list[str]], int | None], # gets the arguments without the program's name
 ):
@@ -69,7 +69,7 @@ def run_command(
     sys.stderr.flush()
     sys.exit(code)
 
-# %% ../nbs/00_env.ipynb #b087e14b
+# %% ../nbs/00_env.ipynb #d602f7ec
 def hash_json(
     obj: Any, # dicts, lists, strings, numbers, booleans and None
 ) -> str:     # sha256, 64 hexadecimal digits
@@ -77,7 +77,7 @@ def hash_json(
     text = json.dumps(obj, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
-# %% ../nbs/00_env.ipynb #8a67b942
+# %% ../nbs/00_env.ipynb #87249b18
 @dataclass(frozen=True)
 class Ranks:
     "This process's place among all; only the main one writes logs and files."
@@ -91,10 +91,11 @@ class Ranks:
         "Whether this process is the one that writes."
         return self.rank == 0
 
-# %% ../nbs/00_env.ipynb #672cb0c5
+# %% ../nbs/00_env.ipynb #cf125b50
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 
+# %% ../nbs/00_env.ipynb #fab65adb
 def _integer(environ: Mapping[str, str], name: str, low: int, high: int) -> int:
     try: value = int(environ[name])
     except ValueError: value = low - 1
@@ -111,7 +112,6 @@ def _require_all(environ: Mapping[str, str], names: tuple[str, ...], reason: str
         raise UserError(f"{reason}: {there} set but {', '.join(missing)} missing in the environment; "
                         f"start with torchrun, or for one process: unset {' '.join(RANK_VARIABLES)}")
 
-# %% ../nbs/00_env.ipynb #9165f4c0
 def read_ranks(
     environ: Mapping[str, str] | None = None, # None: the process's environment
 ) -> Ranks:                                   # rank 0 of 1 where no launcher set anything
@@ -130,7 +130,7 @@ def read_ranks(
         _integer(environ, "MASTER_PORT", 1, 65535)
     return Ranks(rank, local_rank, world_size, local_world_size)
 
-# %% ../nbs/00_env.ipynb #1e92344f
+# %% ../nbs/00_env.ipynb #57312c4b
 def choose_device(
     ranks: Ranks,       # the local rank picks the GPU
     kind: str = "auto", # "auto", "cpu" or "cuda"
@@ -146,7 +146,7 @@ def choose_device(
     use_gpu = kind != "cpu" and num_gpus >= num_needed
     return torch.device("cuda", ranks.local_rank) if use_gpu else torch.device("cpu")
 
-# %% ../nbs/00_env.ipynb #6a9e26e8
+# %% ../nbs/00_env.ipynb #5e43b8bc
 def _within(seconds: float, function: Callable[[], Any]) -> Any:
     outcome: list = []
     def run():
@@ -160,7 +160,7 @@ def _within(seconds: float, function: Callable[[], Any]) -> Any:
     if error is not None: raise error
     return result
 
-# %% ../nbs/00_env.ipynb #22cc97c8
+# %% ../nbs/00_env.ipynb #475e915d
 def open_process_group(
     ranks: Ranks,                # from `read_ranks`; nothing is opened for one process
     device: torch.device,        # gloo for the CPU, nccl for a GPU
@@ -177,7 +177,7 @@ def open_process_group(
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=ranks.rank,
                                 world_size=ranks.world_size, timeout=limit,
                                 device_id=device if device.type == "cuda" else None)
-    except (RuntimeError, TimeoutError, OSError) as error:
+    except (RuntimeError, TimeoutError, ValueError, OSError) as error:
         raise UserError(_meeting_failed(ranks, timeout_seconds, error)) from error
 
 def _meeting_failed(ranks: Ranks, timeout_seconds: float, error: Exception) -> str:
@@ -189,7 +189,7 @@ def _meeting_failed(ranks: Ranks, timeout_seconds: float, error: Exception) -> s
     return (f"rank {ranks.rank} of {ranks.world_size} (RANK, WORLD_SIZE in the environment) could not meet the others "
             f"at {where} (MASTER_ADDR, MASTER_PORT) within {timeout_seconds:g} s: {reason}; {advice}")
 
-# %% ../nbs/00_env.ipynb #1fbe60fd
+# %% ../nbs/00_env.ipynb #a3162d2c
 def close_process_group(
     *,
     wait: bool = True, # for the others; False on the way out of an error
@@ -200,7 +200,7 @@ def close_process_group(
     gc.collect()
     dist.destroy_process_group()
 
-# %% ../nbs/00_env.ipynb #1cb39302
+# %% ../nbs/00_env.ipynb #b6c821f4
 def seed_everything(
     seed: int, # from 0 up to 2**32 - 1, which is numpy's limit
 ):
@@ -210,7 +210,7 @@ def seed_everything(
     np.random.seed(seed)
     torch.manual_seed(seed)
 
-# %% ../nbs/00_env.ipynb #9ae64347
+# %% ../nbs/00_env.ipynb #04b5c248
 def set_deterministic(
     on: bool, # False goes back to torch's fast defaults
 ):
@@ -220,7 +220,7 @@ def set_deterministic(
     torch.backends.cudnn.deterministic = on
     torch.backends.cudnn.benchmark = False
 
-# %% ../nbs/00_env.ipynb #cf7690ab
+# %% ../nbs/00_env.ipynb #df192ef1
 def set_debug(
     on: bool = True, # False takes both settings back
 ):
@@ -231,7 +231,7 @@ def set_debug(
     else: os.environ.pop("CUDA_LAUNCH_BLOCKING", None)
     torch.autograd.set_detect_anomaly(on)
 
-# %% ../nbs/00_env.ipynb #85b6be52
+# %% ../nbs/00_env.ipynb #5f480b71
 @functools.cache
 def cpu_flags(
     path: str = "/proc/cpuinfo", # Linux's description of the processor
@@ -242,7 +242,6 @@ def cpu_flags(
     found = (line.partition(":")[2] for line in lines if line.lower().startswith(("flags", "features")))
     return frozenset(next(found, "").split())
 
-# %% ../nbs/00_env.ipynb #1477561e
 FAST_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"}) # the last is Arm's name
 
 def has_fast_bf16(
@@ -252,7 +251,7 @@ def has_fast_bf16(
     if device.type == "cuda": return torch.cuda.get_device_capability(device) >= (8, 0)
     return bool(FAST_BF16_FLAGS & cpu_flags())
 
-# %% ../nbs/00_env.ipynb #0ffd9fec
+# %% ../nbs/00_env.ipynb #129a9a26
 def choose_dtype(
     name: str,            # "auto", "fp32", "bf16" or "fp16"
     device: torch.device, # where the products will run
@@ -265,7 +264,7 @@ def choose_dtype(
         raise UserError("dtype fp16 runs at 1 to 4 GFLOP/s on a CPU (fp32: 70 to 200); take auto or fp32")
     return dtypes[name]
 
-# %% ../nbs/00_env.ipynb #f460ecbe
+# %% ../nbs/00_env.ipynb #bbb392a5
 def why_not_compile() -> str | None: # None where nothing stands in the way
     "Say in words why torch.compile would fail on this machine."
     if platform.system() == "Windows": return "torch.compile is not supported here on Windows"
@@ -276,7 +275,7 @@ def why_not_compile() -> str | None: # None where nothing stands in the way
     if not header.exists(): return f"Python's C headers are missing: {header}; install the package python3-dev"
     return None
 
-# %% ../nbs/00_env.ipynb #2c751c32
+# %% ../nbs/00_env.ipynb #17694a74
 def usable_cores(
     quota_file: str = "/sys/fs/cgroup/cpu.max", # the container's limit: "quota period", in microseconds
 ) -> int:                                       # at least one
@@ -286,7 +285,7 @@ def usable_cores(
     except (OSError, ValueError): return num_cores
     return num_cores if quota == "max" else max(1, min(num_cores, math.ceil(int(quota) / int(period))))
 
-# %% ../nbs/00_env.ipynb #2e7033bc
+# %% ../nbs/00_env.ipynb #bb53b83b
 def _package_folder() -> Path | None:
     found = importlib.util.find_spec("llm_from_scratch")
     return Path(found.origin).resolve().parent if found and found.origin else None
@@ -300,7 +299,7 @@ def _version(package: str) -> str | None:
     try: return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError: return None
 
-# %% ../nbs/00_env.ipynb #8e125120
+# %% ../nbs/00_env.ipynb #f14162d9
 def describe_code(
     folder: Path | None = None, # of the sources; None: the package's own
 ) -> dict[str, Any]:            # sha256 of the sources, version, git commit and whether it was edited since
@@ -315,9 +314,9 @@ def describe_code(
                 commit=_git(folder, "rev-parse", "HEAD") if tracked else None,
                 dirty=bool(edits) if tracked else None)
 
-# %% ../nbs/00_env.ipynb #820fefef
+# %% ../nbs/00_env.ipynb #64861cc9
 REPORTED_PACKAGES = ("torch", "numpy", "sentencepiece", "safetensors", "pydantic", "PyYAML", "pyarrow", "triton",
-                     "deepspeed", "llm_from_scratch")
+                     "deepspeed")
 REPORTED_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
 
 def _cpu_name() -> str:
@@ -331,7 +330,6 @@ def _describe_gpu(index: int) -> dict[str, Any]:
     return dict(name=properties.name, capability=f"{properties.major}.{properties.minor}",
                 memory_bytes=properties.total_memory)
 
-# %% ../nbs/00_env.ipynb #5b25c59b
 def environment_report() -> dict[str, Any]: # plain JSON: versions, platform, CPU, memory, GPUs, code
     "Describe all of this machine that a result could depend on."
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -349,23 +347,23 @@ def environment_report() -> dict[str, Any]: # plain JSON: versions, platform, CP
         code=describe_code(),
     )
 
-# %% ../nbs/00_env.ipynb #5d315af4
+# %% ../nbs/00_env.ipynb #f02577c9
 def environment_fingerprint(
     report: dict[str, Any], # from `environment_report`
 ) -> str:                   # sha256, 64 hexadecimal digits
-    "Hash what decides results: versions, instruction set, GPUs and code, not the host or its load."
+    "Hash what decides results: versions, instruction set, threads, GPUs and code, not the host or its load."
     decisive = dict(
         python=report["python"],
         packages=report["packages"],
         machine=report["platform"]["machine"],
-        cpu=[report["cpu"]["capability"], report["cpu"]["flags"]],
+        cpu=[report["cpu"]["capability"], report["cpu"]["flags"], report["cpu"]["num_threads"]],
         gpus=[(gpu["name"], gpu["capability"]) for gpu in report["gpus"]],
         cuda=report["cuda"],
         code=report["code"]["sha256"],
     )
     return hash_json(decisive)
 
-# %% ../nbs/00_env.ipynb #708488d7
+# %% ../nbs/00_env.ipynb #3c9ac75f
 RECORD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 def _plain(value: Any) -> Any:
@@ -389,7 +387,7 @@ def _end_last_line(path: Path):
         file.seek(-1, os.SEEK_END)
         if file.read(1) != b"\n": file.write(b"\n")
 
-# %% ../nbs/00_env.ipynb #ac149083
+# %% ../nbs/00_env.ipynb #c6f68f87
 def open_log(
     path: str | Path, # appended to; its folder is made
     ranks: Ranks,     # other ranks than 0 get a logger that writes nothing
@@ -408,7 +406,7 @@ def open_log(
     log.addHandler(handler)
     return log
 
-# %% ../nbs/00_env.ipynb #37ddd24b
+# %% ../nbs/00_env.ipynb #3b0b2213
 @dataclass(frozen=True)
 class Check:
     "One thing looked at before a run, and what was found."
@@ -417,7 +415,7 @@ class Check:
     detail: str        # what was found, and what to do about it
     hard: bool = False # whether a failure stops the run
 
-# %% ../nbs/00_env.ipynb #ff4bc354
+# %% ../nbs/00_env.ipynb #a18788d1
 def declared_requirements() -> list[str]: # such as "torch>=2.13,<2.14"
     "The version ranges that the package declares, from its metadata or, in a clone, from settings.ini."
     try: return importlib.metadata.requires("llm_from_scratch") or []
@@ -437,7 +435,7 @@ def check_versions(
     detail = "; ".join(wrong) + ": pip install -e ." if wrong else f"{len(wanted)} packages in their ranges"
     return Check("versions", not wrong, detail, hard=True)
 
-# %% ../nbs/00_env.ipynb #94190b57
+# %% ../nbs/00_env.ipynb #a69b027b
 MIN_DISK_BYTES = 1 << 30          # the default run writes 0.1 GB; less than 1 GiB leaves no room for a second one
 MIN_SHARED_MEMORY_BYTES = 1 << 28 # containers start with 64 MiB, too little for processes that share batches
 
@@ -457,10 +455,10 @@ def check_shared_memory(
     "Compare the shared memory with what processes that pass tensors need."
     if not Path(folder).is_dir(): return Check("shared memory", True, "not limited by a folder on this system")
     free_bytes = shutil.disk_usage(folder).free
-    return Check("shared memory", free_bytes >= MIN_SHARED_MEMORY_BYTES,
-                 f"{free_bytes / 1e9:.1f} GB free; in Docker raise it with --shm-size")
+    enough = free_bytes >= MIN_SHARED_MEMORY_BYTES
+    return Check("shared memory", enough, f"{free_bytes / 1e9:.1f} GB free" + ("" if enough else "; Docker: --shm-size 1g"))
 
-# %% ../nbs/00_env.ipynb #0b19f104
+# %% ../nbs/00_env.ipynb #8c003cd8
 def check_ranks(
     environ: Mapping[str, str], # of the process to come
 ) -> Check:                     # hard where the variables contradict each other
@@ -485,7 +483,7 @@ def check_port(
                                  bool(environ.get("MASTER_PORT")))
     return Check("port", True, f"{text} is free")
 
-# %% ../nbs/00_env.ipynb #b91a4b60
+# %% ../nbs/00_env.ipynb #7bfe1a73
 def check_threads(
     num_threads: int, # of torch, in each process
     num_cores: int,   # that this machine grants
@@ -498,7 +496,7 @@ def check_threads(
 
 def check_search_path(
     environ: Mapping[str, str], # with PYTHONPATH
-    names: tuple[str, ...] = ("torch", "numpy", "sentencepiece", "safetensors", "pydantic", "yaml", "rich"),
+    names: tuple[str, ...] = ("torch", "numpy", "sentencepiece", "safetensors", "pydantic", "yaml"), # not to be hidden
 ) -> Check:                     # hard: another package runs than the one that was checked
     "Look for folders of PYTHONPATH that are missing or hide an installed package."
     entries = [Path(entry) for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
@@ -508,7 +506,7 @@ def check_search_path(
     detail = "; ".join(hidden + gone) or f"{len(entries)} folders, none hides a package"
     return Check("PYTHONPATH", not hidden and not gone, detail, bool(hidden))
 
-# %% ../nbs/00_env.ipynb #e9ade155
+# %% ../nbs/00_env.ipynb #2fdfcfa4
 def preflight(
     folder: str | Path = ".",                 # where the run will write
     environ: Mapping[str, str] | None = None, # None: the process's environment
@@ -522,7 +520,7 @@ def preflight(
             check_port(environ), check_threads(torch.get_num_threads(), usable_cores(), ranks),
             Check("compiler", compiler is None, compiler or "torch.compile can be used"), check_search_path(environ)]
 
-# %% ../nbs/00_env.ipynb #57cc49cd
+# %% ../nbs/00_env.ipynb #83a9dab9
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m llm_from_scratch.env", allow_abbrev=False,
                                      description="Describe this machine and check it before a run.")
@@ -538,16 +536,18 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 def _print_report(report: dict[str, Any], checks: list[Check], console: Console):
     table = Table(title="environment", show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
     for key, value in report.items():
         shown = "\n".join(f"{name} {item}" for name, item in value.items()) if isinstance(value, dict) else str(value)
         table.add_row(key, shown)
     table.add_row("fingerprint", environment_fingerprint(report))
-    console.print(table, markup=False)
+    console.print(table)
     table = Table("check", "", "found", title="before the start")
     for check in checks: table.add_row(check.name, "ok" if check.ok else "FAILED" if check.hard else "look", check.detail)
-    console.print(table, markup=False)
+    console.print(table)
 
-# %% ../nbs/00_env.ipynb #afc7d8ca
+# %% ../nbs/00_env.ipynb #9539049c
 def main(
     arguments: list[str], # of the command line
 ) -> int:                 # 0, or 2 where a hard check failed
@@ -557,9 +557,9 @@ def main(
     if options.json:
         print(json.dumps(dict(environment=report, fingerprint=environment_fingerprint(report),
                               checks=[asdict(check) for check in checks]), indent=2))
-    else: _print_report(report, checks, Console())
+    else: _print_report(report, checks, Console(force_jupyter=False, markup=False, highlight=False))
     return 2 if any(check.hard and not check.ok for check in checks) else 0
 
-# %% ../nbs/00_env.ipynb #12631987
+# %% ../nbs/00_env.ipynb #f9b87272
 #| eval: false
 if __name__ == "__main__" and "__file__" in globals(): run_command(main)

@@ -8,7 +8,7 @@ __all__ = ['NOT_FINITE', 'CURVES', 'STYLE', 'plain_number', 'parse_row', 'parse_
            'StepBar', 'progress_bar', 'Peak', 'device_name', 'measure_peak_flops', 'mfu', 'describe_mfu', 'series',
            'draw_series', 'draw_curve', 'png_bytes', 'readable', 'report_page', 'write_report', 'summarize', 'main']
 
-# %% ../nbs/07b_monitoring.ipynb #f3428082
+# %% ../nbs/07b_monitoring.ipynb #e4763f02
 import base64
 import html
 import io
@@ -31,7 +31,7 @@ from .artifacts import read_json, write_atomic, write_json
 from .config import CommandParser
 from .env import Ranks, UserError, run_command
 
-# %% ../nbs/07b_monitoring.ipynb #79a013e3
+# %% ../nbs/07b_monitoring.ipynb #27733022
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -45,7 +45,7 @@ def plain_number(
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
 
-# %% ../nbs/07b_monitoring.ipynb #53dffdc3
+# %% ../nbs/07b_monitoring.ipynb #ec2fdf6c
 def parse_row(
     line: str,  # one JSON object
     where: str,  # file and line, for the error
@@ -58,7 +58,7 @@ def parse_row(
         raise UserError(f"{where}: not a row of metrics ({line[:40]!r}); remove it") from error
     return {name: NOT_FINITE.get(value, value) if isinstance(value, str) else value for name, value in row.items()}
 
-# %% ../nbs/07b_monitoring.ipynb #96da923f
+# %% ../nbs/07b_monitoring.ipynb #62cdb17e
 def parse_metrics(
     text: str,  # contents of a metrics file
     where: str = "metrics",  # its name, for the error
@@ -67,7 +67,7 @@ def parse_metrics(
     *whole, torn = text.split("\n")
     return [parse_row(line, f"{where}, line {number}") for number, line in enumerate(whole, 1)], int(bool(torn))
 
-# %% ../nbs/07b_monitoring.ipynb #7827b17a
+# %% ../nbs/07b_monitoring.ipynb #886b9588
 def read_metrics(
     path: str | Path,  # the file, or the run's folder that holds metrics.jsonl
 ) -> list[dict]:  # one dict a line, in the order of the steps
@@ -78,7 +78,7 @@ def read_metrics(
         raise UserError(f"no metrics at {path}: is it a run's folder?")
     return parse_metrics(path.read_text(encoding="utf-8"), str(path))[0]
 
-# %% ../nbs/07b_monitoring.ipynb #9c12b99c
+# %% ../nbs/07b_monitoring.ipynb #6149fa59
 def cut_back(
     path: str | Path,  # metrics.jsonl; it need not exist
     step: int,  # the checkpoint's number of finished steps
@@ -91,7 +91,7 @@ def cut_back(
         write_atomic(path, "".join(f"{line}\n" for line in kept))
     return len(rows) - len(kept) + num_torn
 
-# %% ../nbs/07b_monitoring.ipynb #38e499dd
+# %% ../nbs/07b_monitoring.ipynb #f1940353
 def open_tensorboard(
     run_dir: Path,  # events go to its tensorboard/ folder
     resume_step: int,  # steps after it are purged; 0 for a new run
@@ -104,7 +104,7 @@ def open_tensorboard(
     purge_step = resume_step + 1 if resume_step else None
     return SummaryWriter(run_dir / "tensorboard", purge_step=purge_step, flush_secs=10)
 
-# %% ../nbs/07b_monitoring.ipynb #ec26a823
+# %% ../nbs/07b_monitoring.ipynb #79eef9ee
 def add_events(
     events: object,  # a SummaryWriter or None
     step: int,  # finished steps
@@ -115,7 +115,7 @@ def add_events(
         if isinstance(number := value.item() if hasattr(value, "item") else value, (int, float)):
             events.add_scalar(name, number, step)
 
-# %% ../nbs/07b_monitoring.ipynb #85677e4f
+# %% ../nbs/07b_monitoring.ipynb #d5fde9b6
 class MetricsWriter:
     "Append one JSON object a step to metrics.jsonl, and the same to TensorBoard; rank 0 only."
 
@@ -157,7 +157,7 @@ class MetricsWriter:
     __enter__ = lambda self: self
     __exit__ = lambda self, *exception: self.close()
 
-# %% ../nbs/07b_monitoring.ipynb #e3862c28
+# %% ../nbs/07b_monitoring.ipynb #46c32895
 @dataclass(frozen=True)
 class Window:
     "Tokens and seconds between two lines of the log."
@@ -169,7 +169,7 @@ class Window:
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds if self.seconds > 0 else math.nan
 
-# %% ../nbs/07b_monitoring.ipynb #0556be1f
+# %% ../nbs/07b_monitoring.ipynb #d56d6e77
 class Throughput:
     "Count tokens into windows that add up: close one with `window()`, and the next begins."
 
@@ -203,7 +203,7 @@ class Throughput:
         finally:
             self.paused_seconds += self.clock() - begun
 
-# %% ../nbs/07b_monitoring.ipynb #ca53d425
+# %% ../nbs/07b_monitoring.ipynb #edc8c3a7
 def clock_text(
     seconds: float,  # any duration
 ) -> str:  # 0:07, 12:34 or 3:05:09
@@ -214,7 +214,7 @@ def clock_text(
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
-# %% ../nbs/07b_monitoring.ipynb #014240d5
+# %% ../nbs/07b_monitoring.ipynb #4d453efb
 def step_text(
     values: dict,  # of the step: loss, tokens_per_second, ...
     seconds_left: float,  # estimate
@@ -225,7 +225,7 @@ def step_text(
         parts.append(f"{values['tokens_per_second']:,.0f} tokens/s")
     return "  ".join(parts + [f"{clock_text(seconds_left)} left"])
 
-# %% ../nbs/07b_monitoring.ipynb #607a6ecb
+# %% ../nbs/07b_monitoring.ipynb #22f2b943
 class StepBar:
     "One line that follows a run: a bar in a terminal, a plain line now and then elsewhere, nothing on other ranks."
 
@@ -278,7 +278,7 @@ def progress_bar(
     "Open the line that follows a run; use it in a `with` block and call `update(step, ...)`."
     return StepBar(total, ranks=ranks, **options)
 
-# %% ../nbs/07b_monitoring.ipynb #848ffde3
+# %% ../nbs/07b_monitoring.ipynb #72667ba8
 @dataclass(frozen=True)
 class Peak:
     "What a device was measured to do."
@@ -298,7 +298,7 @@ def device_name(
     found = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
     return found.group(1).strip() if found else platform.processor() or platform.machine()
 
-# %% ../nbs/07b_monitoring.ipynb #9b204249
+# %% ../nbs/07b_monitoring.ipynb #e46c194f
 def measure_peak_flops(
     device: torch.device | str,  # where to measure
     dtype: torch.dtype = torch.float32,  # of the matrices
@@ -318,7 +318,7 @@ def measure_peak_flops(
         best, repeats = min(best, time.perf_counter() - begun), repeats + 1
     return Peak(device_name(device), str(dtype).removeprefix("torch."), 2 * size**3 / best)
 
-# %% ../nbs/07b_monitoring.ipynb #7000b26e
+# %% ../nbs/07b_monitoring.ipynb #548a5b98
 def mfu(
     tokens_per_second: float,  # of one device
     flops_per_token: float,  # forward and backward
@@ -341,7 +341,7 @@ def describe_mfu(
         return "unknown: no peak was measured on this device"
     return f"{share:.1%} of {peak.flops_per_second / 1e9:,.0f} GFLOP/s measured on {peak.device_name} in {peak.dtype}"
 
-# %% ../nbs/07b_monitoring.ipynb #a51fd38c
+# %% ../nbs/07b_monitoring.ipynb #7b8cd4ac
 def series(
     rows: list[dict],  # of read_metrics
     name: str,  # a field
@@ -351,7 +351,7 @@ def series(
     steps = sorted(found)
     return steps, [float(found[step]) for step in steps]
 
-# %% ../nbs/07b_monitoring.ipynb #fb6b0b89
+# %% ../nbs/07b_monitoring.ipynb #aba2de30
 def draw_series(
     axes,  # matplotlib's
     rows: list[dict],  # of read_metrics
@@ -364,13 +364,15 @@ def draw_series(
     steps, values = series(rows, name)
     bad = [step for step, value in zip(steps, values) if not math.isfinite(value)]
     shown = [value if math.isfinite(value) else math.nan for value in values]
+    if not steps:
+        return 0
     axes.plot(steps, shown, label=label, color=color, linewidth=1.4, marker="o" if len(steps) <= few else None, markersize=3)
     if bad:
         foot = axes.get_xaxis_transform()
         axes.plot(bad, [0.03] * len(bad), "|", color="tab:red", markersize=9, transform=foot, label=f"{len(bad)} not finite")
     return len(bad)
 
-# %% ../nbs/07b_monitoring.ipynb #e4bc878c
+# %% ../nbs/07b_monitoring.ipynb #12591486
 CURVES = {
     "loss": ("Loss", "nats a token", [("loss", "training", "tab:blue"), ("val_loss", "validation", "tab:orange")]),
     "learning_rate": ("Learning rate", "learning rate", [("lr", "learning rate", "tab:green")]),
@@ -396,6 +398,8 @@ def draw_curve(
     elif len(fields) > 1 or num_bad:
         axes.legend(frameon=False)
     axes.set(title=title, xlabel="step", ylabel=unit)
+    if name != "loss":
+        axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
@@ -410,7 +414,7 @@ def png_bytes(
     figure.savefig(stream, format="png", metadata={"Software": None})
     return stream.getvalue()
 
-# %% ../nbs/07b_monitoring.ipynb #05d0cd7f
+# %% ../nbs/07b_monitoring.ipynb #a378a64a
 def readable(
     value: object,  # of a summary
 ) -> str:
@@ -421,7 +425,7 @@ def readable(
         return f"{value:,.0f}"
     return f"{value:.4g}"
 
-# %% ../nbs/07b_monitoring.ipynb #e6f8e003
+# %% ../nbs/07b_monitoring.ipynb #847d31d3
 STYLE = """
 :root { color-scheme: light dark; --edge: #8884; --soft: #8881; }
 body { font: 16px/1.55 system-ui, sans-serif; max-width: 68rem; margin: 2.5rem auto; padding: 0 1.25rem; }
@@ -434,7 +438,7 @@ pre { background: var(--soft); border-radius: 6px; padding: .8rem 1rem; overflow
 footer { margin-top: 2.5rem; opacity: .65; font-size: .85rem; }
 """
 
-# %% ../nbs/07b_monitoring.ipynb #857bab85
+# %% ../nbs/07b_monitoring.ipynb #4f531ee5
 def report_page(
     title: str,  # of the page
     summary: dict,  # name -> value, in the order shown
@@ -452,7 +456,7 @@ def report_page(
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title><style>{STYLE}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n{chr(10).join(parts)}\n</body></html>\n'
 
-# %% ../nbs/07b_monitoring.ipynb #bc1ed5b0
+# %% ../nbs/07b_monitoring.ipynb #67220478
 def write_report(
     run_dir: str | Path,  # holds metrics.jsonl
     *,
@@ -474,7 +478,7 @@ def write_report(
     write_atomic(folder / "index.html", report_page(title, plain, pictures, list(samples), note))
     return folder / "index.html"
 
-# %% ../nbs/07b_monitoring.ipynb #f735b3fd
+# %% ../nbs/07b_monitoring.ipynb #2a026734
 def summarize(
     rows: list[dict],  # of read_metrics
 ) -> dict:  # name -> value, for a report
@@ -487,7 +491,7 @@ def summarize(
         found["median tokens a second"] = sorted(rates)[len(rates) // 2]
     return found
 
-# %% ../nbs/07b_monitoring.ipynb #deb7f236
+# %% ../nbs/07b_monitoring.ipynb #359b45c8
 def main(
     arguments: list[str],  # of the command line
 ) -> int:  # exit code
@@ -506,7 +510,7 @@ def main(
     print("\n".join([*(f"{name}: {readable(value)}" for name, value in summary.items()), str(page)]))
     return 0
 
-# %% ../nbs/07b_monitoring.ipynb #c73ea8c3
+# %% ../nbs/07b_monitoring.ipynb #7a058c6d
 #| eval: false
 if __name__ == "__main__" and "__file__" in globals():
     run_command(main)

@@ -20,7 +20,7 @@ from pyarrow import parquet, table
 
 from .artifacts import Lock, atomic_folder, read_manifest, require_inputs, verify_manifest, write_manifest
 from .config import DataConfig
-from .documents import Document, inputs_hash, is_validation, read_documents, stdlib_files
+from .documents import Document, inputs_hash, is_validation, read_corpus, read_documents, stdlib_files
 from .env import UserError, hash_json
 from .tokenizer import Tokenizer
 
@@ -317,12 +317,9 @@ def cached_shards(
     if split not in SPLITS: raise UserError(f"split {split}: it is one of {', '.join(SPLITS)}")
     corpus = inputs_hash(files)
     folder = Path(cache_dir) / "shards" / shards_key(cfg, tokenizer, corpus)[:24]
-    folder.parent.mkdir(parents=True, exist_ok=True)
     with Lock(folder.with_suffix(".lock"), wait=True):
         if not folder.exists():
             reading = Counter()
-            write_splits(read_documents(files, reading), tokenizer, folder, cfg=cfg, reading=reading, inputs={"corpus": corpus})
-    if not (folder / split).exists():
-        way = "larger" if split == "val" else "smaller"
-        raise UserError(f"no document of {len(files)} files falls into the {split} split at data.val_fraction {cfg.val_fraction}; give more documents or a {way} fraction")
+            write_splits(read_corpus(files, cfg.val_fraction, reading), tokenizer, folder, cfg=cfg, reading=reading, inputs={"corpus": corpus})
+    if not (folder / split).exists(): raise UserError(f"the {split} split of {len(files)} file(s) is empty: a text of one character can't be split; give more text")
     return open_shards(folder / split, tokenizer_fingerprint=tokenizer.fingerprint)

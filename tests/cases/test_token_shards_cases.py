@@ -10,9 +10,9 @@ import pytest
 from llm_from_scratch.artifacts import read_manifest
 from llm_from_scratch.config import DataConfig
 from llm_from_scratch.documents import Document
-from llm_from_scratch.env import UserError
+from llm_from_scratch.env import UserError, hash_json
 from llm_from_scratch.token_shards import (
-    EncodedDocument, cached_shards, document_at, encode_documents, open_shards, token_dtype, token_offset_bytes, write_shards, write_splits)
+    EncodedDocument, cached_shards, document_at, encode_documents, map_tokens, open_shards, token_dtype, token_offset_bytes, write_shards, write_splits)
 
 
 class ByteTokenizer:
@@ -55,22 +55,21 @@ def test_data_1_foreign_id_names_the_document(tmp_path, bad):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_data_1_wrong_type_is_refused_when_opened(tmp_path):
+def claim(folder, **facts):
+    "Change what a manifest says, as a faulty writer would: with a hash that fits."
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["extra"].update(facts)
+    del manifest["hash"]
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "hash": hash_json(manifest)}))
+
+
+@pytest.mark.parametrize("facts, message", [
+    (dict(dtype="uint16", vocab_size=100), "12 bytes, but 3 tokens of uint16 take 6"), (dict(dtype="uint16"), "70001 does not fit uint16"),
+    (dict(vocab_size=3), "holds id 3, outside the vocabulary of 3"), (dict(dtype="int16"), "int16")])
+def test_data_1_false_claims_are_refused_when_opened(tmp_path, facts, message):
     write_and_open(tmp_path, [[1, 2, 3]], 70_001)
-    manifest = tmp_path / "tokens" / "manifest.json"
-    facts = json.loads(manifest.read_text())
-    facts["extra"].update(dtype="uint16", vocab_size=100)
-    manifest.write_text(json.dumps(facts))
-    with pytest.raises(UserError): open_shards(tmp_path / "tokens")
-
-
-def test_data_1_shard_maximum_is_checked_when_opened(tmp_path):
-    write_and_open(tmp_path, [[1, 200]], 260)
-    manifest = tmp_path / "tokens" / "manifest.json"
-    facts = json.loads(manifest.read_text())
-    facts["extra"]["vocab_size"] = 100
-    manifest.write_text(json.dumps(facts))
-    with pytest.raises(UserError): open_shards(tmp_path / "tokens")
+    claim(tmp_path / "tokens", **facts)
+    with pytest.raises(UserError, match=message): open_shards(tmp_path / "tokens")
 
 
 def test_data_5_offsets_do_not_wrap():
@@ -79,7 +78,6 @@ def test_data_5_offsets_do_not_wrap():
 
 
 def test_data_5_tokens_beyond_four_gigabytes_are_read(tmp_path):
-    from llm_from_scratch.token_shards import map_tokens
     num_tokens = 2**31 + 100
     with open(tmp_path / "00000.bin", "wb") as file:
         file.truncate(token_offset_bytes(num_tokens, 1, 2))

@@ -244,7 +244,7 @@ def summary(path: Path) -> str:
 
 def main(arguments: list[str]) -> int:
     num_misses = 0
-    for path in [Path(argument) for argument in arguments] or notebook_paths():
+    for path in [Path(argument) for argument in arguments if argument.endswith(".ipynb")] or notebook_paths():
         misses = budget_misses(path)
         num_misses += len(misses)
         print("\n".join([path.name if misses else summary(path)] + [f"  {miss}" for miss in misses]))

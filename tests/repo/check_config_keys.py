@@ -5,6 +5,7 @@
 """
 
 import sys
+import types
 import typing
 from pathlib import Path
 
@@ -24,13 +25,17 @@ def field_lines(model: type, prefix: str = "") -> list[str]:
 
 
 def type_name(annotation: object) -> str:
-    if typing.get_origin(annotation) is typing.Annotated:
-        return type_name(typing.get_args(annotation)[0])
-    if typing.get_origin(annotation) is typing.Literal:
-        return "|".join(map(repr, typing.get_args(annotation)))
-    if isinstance(annotation, type) and not typing.get_args(annotation):
-        return annotation.__name__
-    return str(annotation).replace("typing.", "").replace(" ", "")
+    "A type as one would write it; the limits of a number are left out, the choices of a word are not."
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return type_name(arguments[0])
+    if origin is typing.Literal:
+        return "|".join(map(repr, arguments))
+    if origin in (typing.Union, types.UnionType):
+        return "|".join(map(type_name, arguments)).replace("NoneType", "None")
+    if arguments:
+        return f"{origin.__name__}[{', '.join(map(type_name, arguments))}]"
+    return getattr(annotation, "__name__", str(annotation))
 
 
 def current_keys() -> list[str]:

@@ -1,0 +1,133 @@
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from llm_from_scratch import env
+from llm_from_scratch.env import Ranks, UserError
+
+EIGHT_RANKS = {
+    "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500",
+}
+
+
+def clean_environment(**more):
+    kept = {name: value for name, value in os.environ.items()
+            if name not in {*env.RANK_VARIABLES, *env.ADDRESS_VARIABLES, "LOCAL_WORLD_SIZE"}}
+    return kept | {"OMP_NUM_THREADS": "1"} | more
+
+
+def start(code, **environ):
+    return subprocess.Popen([sys.executable, "-c", code], env=clean_environment(**environ), text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
+def test_dist_3_device_is_the_local_rank_and_only_rank_0_writes(tmp_path):
+    with patch("torch.cuda.is_available", return_value=True), patch("torch.cuda.device_count", return_value=4):
+        ranks = env.read_ranks(EIGHT_RANKS)
+        assert (ranks.rank, ranks.local_rank, ranks.world_size) == (5, 1, 8)
+        assert env.choose_device(ranks) == torch.device("cuda", 1)
+    with patch("torch.distributed.rendezvous", return_value=iter([("store", 5, 8)])) as meet, \
+         patch("torch.distributed.init_process_group") as join:
+        env.open_process_group(ranks, torch.device("cpu"))
+    assert meet.call_args.args[:3] == ("env://", 5, 8)
+    assert (join.call_args.kwargs["rank"], join.call_args.kwargs["world_size"]) == (5, 8)
+    for rank in range(8):
+        log = env.open_log(tmp_path / f"log_{rank}.jsonl", Ranks(rank, rank % 4, 8))
+        log.info("hello")
+    assert [path.name for path in tmp_path.iterdir()] == ["log_0.jsonl"]
+    env.open_log(tmp_path / "closed.jsonl", Ranks(1, 1, 2))
+
+
+def test_dist_3_without_the_launchers_count_of_local_processes():
+    environ = {name: value for name, value in EIGHT_RANKS.items() if name != "LOCAL_WORLD_SIZE"}
+    with patch("torch.cuda.is_available", return_value=True), patch("torch.cuda.device_count", return_value=4):
+        assert env.choose_device(env.read_ranks(environ)) == torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_dist_7_occupied_port_names_the_address_within_the_limit(rank):
+    before = dict(os.environ)
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = str(stranger.getsockname()[1])
+        with patch.dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=port):
+            begin = time.monotonic()
+            with pytest.raises(UserError, match=f"127.0.0.1:{port}"):
+                env.open_process_group(Ranks(rank, rank, 2), torch.device("cpu"), timeout_seconds=1)
+            assert time.monotonic() - begin < 10
+    assert dict(os.environ) == before
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_dist_7_peers_that_never_come_end_the_wait(rank):
+    port = free_port()
+    with patch.dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=port):
+        with pytest.raises(UserError) as failure:
+            env.open_process_group(Ranks(rank, rank, 2), torch.device("cpu"), timeout_seconds=1)
+    for part in [f"127.0.0.1:{port}", "within 1 s", "unset RANK LOCAL_RANK WORLD_SIZE", "MASTER_PORT"]:
+        assert part in str(failure.value)
+
+
+def test_dist_7_stale_variables_fail_fast_and_are_named():
+    before = dict(os.environ)
+    with pytest.raises(UserError, match="RANK=0, WORLD_SIZE=2 set but LOCAL_RANK missing"):
+        env.read_ranks({"RANK": "0", "WORLD_SIZE": "2"})
+    with pytest.raises(UserError, match="MASTER_ADDR, MASTER_PORT missing"):
+        env.read_ranks({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"})
+    code = "from llm_from_scratch.env import read_ranks, run_command; run_command(lambda a: print(read_ranks()))"
+    process = start(code, RANK="0", WORLD_SIZE="2")
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert len(said.strip().splitlines()) == 1 and said.startswith("error: half-set ranks")
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("change", [
+    {"RANK": "8"}, {"RANK": "-1"}, {"RANK": "one"}, {"LOCAL_RANK": "6"}, {"WORLD_SIZE": "0"}, {"MASTER_PORT": "70000"},
+    {"LOCAL_WORLD_SIZE": "1"},
+])
+def test_dist_7_variables_that_contradict_each_other_are_refused(change):
+    with pytest.raises(UserError, match=f"{next(iter(change))}="):
+        env.read_ranks(EIGHT_RANKS | change)
+
+
+def test_command_prints_json_and_names_the_nearest_option():
+    done = subprocess.run([sys.executable, "-m", "llm_from_scratch.env", "--json"], env=clean_environment(),
+                          capture_output=True, text=True, timeout=60)
+    report = json.loads(done.stdout)
+    assert report["fingerprint"] == env.environment_fingerprint(report["environment"])
+    assert done.returncode == (2 if any(c["hard"] and not c["ok"] for c in report["checks"]) else 0)
+    done = subprocess.run([sys.executable, "-m", "llm_from_scratch.env", "--foldr", "."], env=clean_environment(),
+                          capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.strip() == "error: unrecognized arguments: --foldr .; did you mean --folder?"
+
+
+def test_fingerprint_ignores_the_host_and_sees_the_code():
+    report = env.environment_report()
+    assert env.environment_fingerprint(report | {"host": "x"}) == env.environment_fingerprint(report)
+    for key in ["python", "packages", "cuda"]:
+        assert env.environment_fingerprint(report | {key: "other"}) != env.environment_fingerprint(report)
+
+
+def test_half_bytes_are_refused_where_they_are_slow():
+    cpu = torch.device("cpu")
+    with patch.object(env, "cpu_flags", return_value={"avx2"}):
+        assert env.choose_dtype("auto", cpu) == torch.float32
+    with patch.object(env, "cpu_flags", return_value={"avx2", "amx_bf16"}):
+        assert env.choose_dtype("auto", cpu) == torch.bfloat16
+    with pytest.raises(UserError):
+        env.choose_dtype("fp16", cpu)

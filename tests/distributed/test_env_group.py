@@ -1,0 +1,48 @@
+import os
+import socket
+import subprocess
+import sys
+
+CODE = """
+import torch, torch.distributed as dist
+from llm_from_scratch.env import choose_device, close_process_group, open_process_group, read_ranks, run_command
+def main(arguments):
+    ranks = read_ranks()
+    open_process_group(ranks, torch.device("cpu"), timeout_seconds=60)
+    total = torch.tensor([ranks.rank + 1.0])
+    dist.all_reduce(total)
+    close_process_group()
+    assert not dist.is_initialized()
+    print(ranks.rank, dist.is_initialized(), total.item())
+run_command(main)
+"""
+
+
+def clean_environment():
+    return {name: value for name, value in os.environ.items()
+            if name not in {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}} | {
+        "OMP_NUM_THREADS": "1"}
+
+
+def test_two_processes_meet_and_part():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    shared = clean_environment() | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    processes = [subprocess.Popen([sys.executable, "-c", CODE], env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                                  stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    try:
+        said = [process.communicate(timeout=90) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], said
+    assert [out.split() for out, _ in said] == [["0", "False", "3.0"], ["1", "False", "3.0"]]
+
+
+def test_torchrun_hosts_the_meeting(tmp_path):
+    script = tmp_path / "meet.py"
+    script.write_text(CODE)
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
+                          env=clean_environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert sorted(line[0] for line in done.stdout.splitlines()) == ["0", "1"]
