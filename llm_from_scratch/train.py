@@ -41,8 +41,8 @@ from llm_from_scratch.env import (
 from .eval import bits_per_byte, evaluate_loader, syntax_rate
 from .generate import Respelling, generate, heal_prompt, vocabulary_texts
 from llm_from_scratch.launch import (
-    DIVERGED, DONE, STOPPED, USER_ERROR, StopRequest, check_resume, check_same_data, checkpoint_to_resume, claim_folder, remember_stop,
-    repeated_stop, resolve, set_threads, weights_to_start_from, write_run_folder,
+    DIVERGED, DONE, STOPPED, USER_ERROR, StopRequest, check_resume, check_same_data, checkpoint_to_resume, claim_folder, keep_freed_memory,
+    remember_stop, repeated_stop, resolve, set_threads, weights_to_start_from, write_run_folder,
 )
 from .model import Transformer, check_shapes, count_parameters
 from .monitoring import MetricsWriter, progress_bar, write_report
@@ -381,6 +381,7 @@ def main(
     watch_launcher()
     if options.debug: set_debug()
     set_threads(config.train.num_threads, ranks)
+    keep_freed_memory()
     set_deterministic(config.train.deterministic)
     open_process_group(ranks, choose_device(ranks), timeout_seconds=config.engine.timeout_seconds)
     code = hold_and_run(options, config, old, ranks)
