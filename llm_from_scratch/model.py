@@ -8,7 +8,7 @@ __all__ = ['RESIDUAL_OUTPUTS', 'rms_norm', 'RMSNorm', 'rotary_angles', 'rotate',
            'Attention', 'SwiGLU', 'Block', 'init_weights', 'document_positions', 'KVCache', 'Transformer', 'new_cache',
            'count_parameters', 'expected_shapes', 'check_shapes', 'flops_per_token', 'cross_entropy', 'ModelConfig']
 
-# %% ../nbs/03_model.ipynb #311356f4
+# %% ../nbs/03_model.ipynb #6659d1e9
 from functools import partial
 
 import torch
@@ -18,7 +18,7 @@ from torch import nn
 from .config import ModelConfig
 from .env import UserError
 
-# %% ../nbs/03_model.ipynb #956129af
+# %% ../nbs/03_model.ipynb #95400a78
 def rms_norm(
     x: torch.Tensor,      # (..., D) in any floating type
     weight: torch.Tensor, # (D,) gain, in any floating type
@@ -41,7 +41,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps)
 
-# %% ../nbs/03_model.ipynb #b0fdba45
+# %% ../nbs/03_model.ipynb #adce0817
 def rotary_angles(
     positions: torch.Tensor, # (..., T) position of each token in its document
     head_size: int,          # K, even
@@ -72,7 +72,7 @@ def rotate(
         swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     return (x * cos + swapped * sin).to(x.dtype)
 
-# %% ../nbs/03_model.ipynb #c383a84e
+# %% ../nbs/03_model.ipynb #49b106ab
 def apply_rotary(
     x: torch.Tensor,         # (..., T, K), or (B, H, T, K) with positions (B, T)
     positions: torch.Tensor, # (T,) or (B, T)
@@ -88,7 +88,7 @@ def apply_rotary(
     positions = torch.as_tensor(positions, device=x.device)
     return rotate(x, *rotary_angles(positions, x.shape[-1], base=base, layout=layout), layout)
 
-# %% ../nbs/03_model.ipynb #cecdc62f
+# %% ../nbs/03_model.ipynb #33feb5db
 def permute_rotary(
     weight: torch.Tensor, # (heads x K, ...) query or key matrix, or its bias
     head_size: int,       # K
@@ -101,7 +101,7 @@ def permute_rotary(
     pairs = (2, head_size // 2) if source == "half" else (head_size // 2, 2)
     return weight.unflatten(0, (-1, *pairs)).transpose(1, 2).flatten(0, 2)
 
-# %% ../nbs/03_model.ipynb #797f4860
+# %% ../nbs/03_model.ipynb #3e3b3430
 def alibi_slopes(
     num_heads: int, # H
 ) -> torch.Tensor:  # (H,) in fp32, all positive
@@ -111,7 +111,7 @@ def alibi_slopes(
     slopes += [2 ** (-4 * (i + 1) / power) for i in range(0, 2 * (num_heads - power), 2)]
     return torch.tensor(slopes)
 
-# %% ../nbs/03_model.ipynb #c7c21854
+# %% ../nbs/03_model.ipynb #e0e30099
 def alibi_bias(
     slopes: torch.Tensor, # (H,)
     num_queries: int,     # Tq, the last positions
@@ -122,7 +122,7 @@ def alibi_bias(
     distance = keys[num_keys - num_queries:, None] - keys
     return -slopes[:, None, None] * distance.abs()
 
-# %% ../nbs/03_model.ipynb #f4406a64
+# %% ../nbs/03_model.ipynb #e7e16a9d
 def visible_keys(
     num_queries: int,        # Tq, the last positions
     num_keys: int,           # Tk
@@ -138,7 +138,7 @@ def visible_keys(
     queries = doc_ids[:, num_keys - num_queries:]
     return (visible & (queries[:, :, None] == doc_ids[:, None, :]))[:, None]
 
-# %% ../nbs/03_model.ipynb #c194a520
+# %% ../nbs/03_model.ipynb #7f247e75
 def zero_padding(
     x: torch.Tensor,              # (B, heads, T, K)
     doc_ids: torch.Tensor | None, # (B, Tk), whose last T belong to `x`; -1 = padding
@@ -149,7 +149,7 @@ def zero_padding(
     if x.device.type == "cpu" and not torch.compiler.is_compiling() and not padding.any(): return x
     return x.masked_fill(padding[:, None, :, None], 0)
 
-# %% ../nbs/03_model.ipynb #474363ce
+# %% ../nbs/03_model.ipynb #5ce9853c
 def _check_heads(q: torch.Tensor, k: torch.Tensor) -> None:
     "Raise UserError where query heads can't be shared out among key heads."
     if q.shape[1] % k.shape[1]:
@@ -176,7 +176,7 @@ def naive_attention(
     weights = scores.masked_fill(~visible, torch.finfo(kind).min).softmax(-1).masked_fill(~visible, 0)
     return zero_padding(weights @ v_BHTK, doc_ids).to(q.dtype)
 
-# %% ../nbs/03_model.ipynb #52f2ef8d
+# %% ../nbs/03_model.ipynb #a483b3a6
 def attention_mask(
     num_queries: int,            # Tq
     num_keys: int,               # Tk
@@ -214,7 +214,7 @@ def sdpa_attention(
         q, k, v, attn_mask=mask, is_causal=square, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return zero_padding(output, doc_ids)
 
-# %% ../nbs/03_model.ipynb #7cfcd6fc
+# %% ../nbs/03_model.ipynb #d1b2e3ee
 _all_ = ["ModelConfig"] # stands in config and is handed on
 
 class Attention(nn.Module):
@@ -242,7 +242,7 @@ class Attention(nn.Module):
         output = self.attend(q, k, v, slopes=self.slopes, doc_ids=doc_ids)
         return self.out(output.transpose(1, 2).flatten(2))
 
-# %% ../nbs/03_model.ipynb #5f6576bb
+# %% ../nbs/03_model.ipynb #f54468e5
 class SwiGLU(nn.Module):
     "The gated MLP: down(silu(gate(x)) * up(x)) (Shazeer 2020)."
     def __init__(
@@ -276,7 +276,7 @@ class Block(nn.Module):
         x = x + self.attention(self.attention_norm(x), rotary=rotary, doc_ids=doc_ids, remember=remember)
         return x + self.mlp(self.mlp_norm(x))
 
-# %% ../nbs/03_model.ipynb #d11f825e
+# %% ../nbs/03_model.ipynb #d9532950
 RESIDUAL_OUTPUTS = {"out", "down"} # the last names of modules that write to the residual stream
 
 @torch.no_grad()
@@ -291,7 +291,7 @@ def init_weights(
         if weight.ndim >= 2: weight.normal_(0, std, generator=generator)
         elif "norm" in name: weight.fill_(1)
 
-# %% ../nbs/03_model.ipynb #f589901f
+# %% ../nbs/03_model.ipynb #cdd75ab3
 def document_positions(
     doc_ids: torch.Tensor, # (B, T), equal ids stand together
 ) -> torch.Tensor:         # (B, T) int64, from 0 in each document
@@ -306,7 +306,7 @@ def _drop_single_document(doc_ids):
     if doc_ids is None or doc_ids.device.type != "cpu" or torch.compiler.is_compiling(): return doc_ids
     return doc_ids if ((doc_ids != doc_ids[:, :1]) | (doc_ids < 0)).any() else None
 
-# %% ../nbs/03_model.ipynb #9697d44d
+# %% ../nbs/03_model.ipynb #251a4883
 class KVCache:
     "Keys and values of past tokens in memory of a fixed size; no gradient flows through it."
     def __init__(
@@ -352,7 +352,7 @@ class KVCache:
             memory[layer, :, :, self.length:self.end] = new
         return self.keys[layer, :, :, :self.end], self.values[layer, :, :, :self.end]
 
-# %% ../nbs/03_model.ipynb #4654cfc7
+# %% ../nbs/03_model.ipynb #a0f75f59
 def _run_blocks(model, ids, positions, doc_ids, cache):
     "Hidden states of `ids` (B, T), given a cache's earlier tokens."
     cfg, start = model.cfg, 0 if cache is None else cache.length
@@ -372,7 +372,7 @@ def _run_blocks(model, ids, positions, doc_ids, cache):
     if cache is not None: cache.length = end
     return model.final_norm(x)
 
-# %% ../nbs/03_model.ipynb #d3f87de7
+# %% ../nbs/03_model.ipynb #59ce2571
 class Transformer(nn.Module):
     "A decoder-only language model; raises UserError without a vocabulary size."
     block_class = Block # what engines wrap
@@ -418,7 +418,7 @@ class Transformer(nn.Module):
                 found.setdefault(name, []).append(loss)
         return {name: torch.stack(losses).mean() for name, losses in found.items()}
 
-# %% ../nbs/03_model.ipynb #f760d212
+# %% ../nbs/03_model.ipynb #aa37f74e
 def new_cache(
     model: Transformer, # gives shapes, type and device
     batch_size: int,    # B
@@ -429,7 +429,7 @@ def new_cache(
     cfg, weight = model.cfg, model.embedding.weight
     return KVCache(cfg.num_layers, batch_size, max_len, cfg.num_kv_heads, cfg.head_size, dtype or weight.dtype, weight.device)
 
-# %% ../nbs/03_model.ipynb #e1509ac6
+# %% ../nbs/03_model.ipynb #baf43d94
 def count_parameters(
     model: nn.Module, # a Transformer
 ) -> dict[str, int]:  # embedding, attention, mlp, norms, head (0 where tied), total
@@ -440,7 +440,7 @@ def count_parameters(
         counts[part] += weight.numel()
     return counts | {"total": sum(counts.values())}
 
-# %% ../nbs/03_model.ipynb #6d8ff7c6
+# %% ../nbs/03_model.ipynb #0c72b7fa
 def expected_shapes(
     cfg: ModelConfig, # with vocab_size
 ) -> dict[str, tuple[int, ...]]: # by parameter name; the head's too where it is tied
@@ -453,7 +453,7 @@ def expected_shapes(
     rows = (cfg.padded_vocab_size, hidden)
     return {"embedding.weight": rows, **shapes, "final_norm.weight": (hidden,), "head.weight": rows}
 
-# %% ../nbs/03_model.ipynb #9dd1ecb3
+# %% ../nbs/03_model.ipynb #4b1d6ae2
 def check_shapes(
     model: Transformer, # compared with its own `cfg`
 ) -> int:               # tensors compared; another MLP's are left out
@@ -467,7 +467,7 @@ def check_shapes(
         raise UserError(f"model.tie_embeddings is {model.cfg.tie_embeddings} but head and embedding say otherwise")
     return len(wanted)
 
-# %% ../nbs/03_model.ipynb #490e24a6
+# %% ../nbs/03_model.ipynb #43c37eaf
 def flops_per_token(
     cfg: ModelConfig, # with vocab_size
     seq_len: int,     # T, tokens a row
@@ -477,7 +477,7 @@ def flops_per_token(
     weights = sum(rows * columns for rows, columns in shapes.values())
     return 6 * weights + 12 * cfg.num_layers * cfg.num_heads * cfg.head_size * seq_len
 
-# %% ../nbs/03_model.ipynb #64546540
+# %% ../nbs/03_model.ipynb #7c89bf6d
 def cross_entropy(
     logits: torch.Tensor,      # (..., V), the real vocabulary
     targets: torch.Tensor,     # (...) token ids

@@ -51,6 +51,16 @@ class SpecialIds:
 MAX_SENTENCE_CHARACTERS = 1000 # at most 4,000 bytes in UTF-8, below the trainer's limit of 4,192
 RESERVED = "\u2585"            # the trainer skips a sentence that holds it
 
+def _cut_line(line: str) -> list[str]:
+    pieces = []
+    while len(line) > MAX_SENTENCE_CHARACTERS:
+        space = line.rfind(" ", 1, MAX_SENTENCE_CHARACTERS)
+        end = space + 1 if space > 0 else MAX_SENTENCE_CHARACTERS
+        pieces.append(line[:end])
+        line = line[end:]
+    return pieces + [line] if line else pieces
+
+# %% ../nbs/02_tokenizer.ipynb #da467810
 def training_sentences(
     texts: Iterable[str], # documents
     tally: Counter,       # gains documents, characters, sentences, cut_lines, reserved_characters
@@ -62,15 +72,6 @@ def training_sentences(
             pieces = _cut_line(line)
             tally.update(sentences=len(pieces), cut_lines=len(pieces) > 1)
             yield from pieces
-
-def _cut_line(line: str) -> list[str]:
-    pieces = []
-    while len(line) > MAX_SENTENCE_CHARACTERS:
-        space = line.rfind(" ", 1, MAX_SENTENCE_CHARACTERS)
-        end = space + 1 if space > 0 else MAX_SENTENCE_CHARACTERS
-        pieces.append(line[:end])
-        line = line[end:]
-    return pieces + [line] if line else pieces
 
 # %% ../nbs/02_tokenizer.ipynb #e098e2f2
 def sample_sentences(
@@ -98,6 +99,23 @@ TRAINING_OPTIONS = dict(
 )
 
 # %% ../nbs/02_tokenizer.ipynb #cbc2dd5d
+def _explain_failure(message: str, vocab_size: int) -> str:
+    if "sentences_.empty()" in message: return "no text to train a tokenizer on: there is no document, or only empty lines"
+    if most := re.search(r"value <= (\d+)", message):
+        return f"tokenizer.vocab_size {vocab_size} is too large for this text: at most {most[1]}; lower it or train on more text"
+    if least := re.search(r"required_chars. \d+ vs (\d+)", message):
+        return (f"tokenizer.vocab_size {vocab_size} is too small: at least {least[1]}, for special pieces, bytes and single characters; "
+                "raise it or lower tokenizer.character_coverage")
+    return f"the tokenizer could not be trained: {message}"
+
+# %% ../nbs/02_tokenizer.ipynb #32f19566
+def _remember_failure(sentences: Iterable[str], failures: list[BaseException]) -> Iterator[str]:
+    try: yield from sentences
+    except BaseException as error:
+        failures.append(error)
+        raise
+
+# %% ../nbs/02_tokenizer.ipynb #8d587d63
 def train_model(
     texts: Iterable[str],                # documents
     *,
@@ -106,7 +124,7 @@ def train_model(
     character_coverage: float = 0.9995,  # share of the characters that get a piece of their own
     byte_fallback: bool = True,          # spell the other characters in bytes
     train_bytes: int | None = None,      # train on a sample of so many bytes
-    special_ids: SpecialIds = SpecialIds(),
+    special_ids: SpecialIds = SpecialIds(), # where the special pieces go
     tally: Counter | None = None,        # as in `training_sentences`
 ) -> bytes:                              # the model file
     "Train a vocabulary; raises UserError for a size that the text does not allow, naming the nearest that it does."
@@ -123,21 +141,6 @@ def train_model(
         if failures: raise failures[0]
         raise UserError(_explain_failure(str(error), vocab_size)) from error
     return model.getvalue()
-
-def _remember_failure(sentences: Iterable[str], failures: list[BaseException]) -> Iterator[str]:
-    try: yield from sentences
-    except BaseException as error:
-        failures.append(error)
-        raise
-
-def _explain_failure(message: str, vocab_size: int) -> str:
-    if "sentences_.empty()" in message: return "no text to train a tokenizer on: there is no document, or only empty lines"
-    if most := re.search(r"value <= (\d+)", message):
-        return f"tokenizer.vocab_size {vocab_size} is too large for this text: at most {most[1]}; lower it or train on more text"
-    if least := re.search(r"required_chars. \d+ vs (\d+)", message):
-        return (f"tokenizer.vocab_size {vocab_size} is too small: at least {least[1]}, for special pieces, bytes and single characters; "
-                "raise it or lower tokenizer.character_coverage")
-    return f"the tokenizer could not be trained: {message}"
 
 # %% ../nbs/02_tokenizer.ipynb #34bda94c
 def with_ends(
@@ -168,6 +171,14 @@ def load_processor(
     return processor
 
 # %% ../nbs/02_tokenizer.ipynb #c65abb6d
+def _why_not_text(texts: list[str]) -> str:
+    for number, text in enumerate(texts):
+        if not isinstance(text, str): return f"text {number} is of type {type(text).__name__}, not str"
+        found = re.search("[\ud800-\udfff]", text)
+        if found: return f"text {number} holds a lone surrogate, {found[0]!r} at character {found.start()}: it has no UTF-8 form"
+    raise AssertionError("all texts are valid")
+
+# %% ../nbs/02_tokenizer.ipynb #7fedbeb3
 class Tokenizer:
     "A vocabulary: text to ids and back, exactly (but for U+2581, which comes back as a space)."
 
@@ -212,13 +223,6 @@ class Tokenizer:
         "The pieces of a text, to look at; a space is written U+2581."
         return self.processor.encode(text, out_type=str)
 
-def _why_not_text(texts: list[str]) -> str:
-    for number, text in enumerate(texts):
-        if not isinstance(text, str): return f"text {number} is of type {type(text).__name__}, not str"
-        found = re.search("[\ud800-\udfff]", text)
-        if found: return f"text {number} holds a lone surrogate, {found[0]!r} at character {found.start()}: it has no UTF-8 form"
-    raise AssertionError("all texts are valid")
-
 # %% ../nbs/02_tokenizer.ipynb #f3835095
 def pad_rows(
     rows: list[list[int]],    # ids, two or more a row
@@ -240,12 +244,13 @@ def save_tokenizer(
 ) -> Path:                # the folder
     "Write tokenizer.model and manifest.json; raises UserError where the folder exists."
     try:
-        with atomic_folder(Path(out)) as folder:
+        with atomic_folder(out) as folder:
             (folder / "tokenizer.model").write_bytes(tokenizer.model)
             write_manifest(folder, kind="tokenizer", inputs=tokenizer.origin["inputs"], extra=tokenizer.origin["extra"])
     except FileExistsError as error: raise UserError(f"{out}: exists already; choose another folder or remove it") from error
     return Path(out)
 
+# %% ../nbs/02_tokenizer.ipynb #c825e95b
 def load_tokenizer(
     path: str | Path, # a folder of `save_tokenizer`, or a bare SentencePiece model file
 ) -> Tokenizer:
@@ -258,6 +263,7 @@ def load_tokenizer(
     if problems: raise UserError(f"{path}: the tokenizer is damaged: {'; '.join(problems)}")
     return Tokenizer((path / "tokenizer.model").read_bytes(), {"inputs": manifest["inputs"], "extra": manifest["extra"]})
 
+# %% ../nbs/02_tokenizer.ipynb #f2b190d0
 def train_tokenizer(
     texts: Iterable[str],       # documents; any iterable, read once
     *,
@@ -265,18 +271,18 @@ def train_tokenizer(
     inputs: dict | None = None, # hashes of what the texts came from, for the manifest
     **options,                  # as for `train_model`
 ) -> Tokenizer:
-    "Train a vocabulary and save it as a folder."
+    "Train a vocabulary and save it as a folder; raises UserError where the folder exists or the size does not fit."
     if Path(out).exists(): raise UserError(f"{out}: exists already; choose another folder or remove it")
     tally = Counter()
     model = train_model(texts, tally=tally, **options)
-    extra = {"options": {name: value for name, value in options.items() if name != "special_ids"}, "training": dict(tally)}
-    tokenizer = Tokenizer(model, {"inputs": inputs or {}, "extra": extra})
+    recorded = {name: asdict(value) if name == "special_ids" else value for name, value in options.items()}
+    tokenizer = Tokenizer(model, {"inputs": inputs or {}, "extra": {"options": recorded, "training": dict(tally)}})
     save_tokenizer(tokenizer, out)
     return tokenizer
 
 # %% ../nbs/02_tokenizer.ipynb #93b8393b
 def count_unknown(
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer,  # the vocabulary
     texts: Iterable[str],  # to encode
 ) -> tuple[int, int]:      # unknown ids, all ids
     "How many ids of the texts are unk: 0 with byte fallback; neighbouring unknown characters share one."
@@ -354,6 +360,23 @@ def build_parsers() -> dict[str, CommandParser]: # by command: train, encode, in
     return {"train": train, "encode": encode, "info": info}
 
 # %% ../nbs/02_tokenizer.ipynb #d3c9b6f0
+def _train_command(chosen) -> None:
+    if Path(chosen.out).exists(): raise UserError(f"{chosen.out}: exists already; choose another folder or remove it")
+    files, tally = corpus_files(chosen.inputs), Counter()
+    options = dict(vocab_size=chosen.vocab_size, kind=chosen.kind, character_coverage=chosen.character_coverage, train_bytes=chosen.train_bytes)
+    texts = (document.text for document in read_documents(files, tally))
+    made = Tokenizer.train(texts, out=chosen.out, inputs={"files": inputs_hash(files)}, byte_fallback=not chosen.no_byte_fallback, **options)
+    print(json.dumps({"out": str(chosen.out), "vocab_size": made.vocab_size, "fingerprint": made.fingerprint, "documents": dict(tally)}, indent=1))
+
+# %% ../nbs/02_tokenizer.ipynb #ac9b2a96
+def _show_pieces(tokenizer: Tokenizer, text: str) -> None:
+    for number, piece in zip(tokenizer.encode(text), tokenizer.pieces(text)): print(f"{number}\t{piece!r}")
+
+def _show_origin(tokenizer: Tokenizer) -> None:
+    ids = {name: getattr(tokenizer, f"{name}_id") for name in ("pad", "unk", "bos", "eos")}
+    print(json.dumps({"vocab_size": tokenizer.vocab_size, "ids": ids, "fingerprint": tokenizer.fingerprint, **tokenizer.origin}, indent=1))
+
+# %% ../nbs/02_tokenizer.ipynb #1939ea2a
 def main(
     args: list[str] | None = None, # default: the process's own
 ) -> int:                          # exit code
@@ -367,21 +390,6 @@ def main(
     elif command == "encode": _show_pieces(Tokenizer.load(chosen.tokenizer), chosen.text)
     else: _show_origin(Tokenizer.load(chosen.tokenizer))
     return 0
-
-def _train_command(chosen) -> None:
-    if Path(chosen.out).exists(): raise UserError(f"{chosen.out}: exists already; choose another folder or remove it")
-    files, tally = corpus_files(chosen.inputs), Counter()
-    options = dict(vocab_size=chosen.vocab_size, kind=chosen.kind, character_coverage=chosen.character_coverage, train_bytes=chosen.train_bytes)
-    texts = (document.text for document in read_documents(files, tally))
-    made = Tokenizer.train(texts, out=chosen.out, inputs={"files": inputs_hash(files)}, byte_fallback=not chosen.no_byte_fallback, **options)
-    print(json.dumps({"out": str(chosen.out), "vocab_size": made.vocab_size, "fingerprint": made.fingerprint, "documents": dict(tally)}, indent=1))
-
-def _show_pieces(tokenizer: Tokenizer, text: str) -> None:
-    for number, piece in zip(tokenizer.encode(text), tokenizer.pieces(text)): print(f"{number}\t{piece!r}")
-
-def _show_origin(tokenizer: Tokenizer) -> None:
-    ids = {name: getattr(tokenizer, f"{name}_id") for name in ("pad", "unk", "bos", "eos")}
-    print(json.dumps({"vocab_size": tokenizer.vocab_size, "ids": ids, "fingerprint": tokenizer.fingerprint, **tokenizer.origin}, indent=1))
 
 # %% ../nbs/02_tokenizer.ipynb #669cf39c
 #| eval: false

@@ -1,0 +1,59 @@
+"""Start gloo ranks for tests: real processes under a time limit, forked from one that has torch loaded.
+
+The ranks' variables are set in the children only. Whatever happens, no process is left.
+"""
+import multiprocessing
+import os
+import pickle
+import socket
+import time
+import traceback
+
+import torch
+
+from llm_from_scratch.env import close_process_group, open_process_group, read_ranks
+
+forks = multiprocessing.get_context("forkserver")
+forks.set_forkserver_preload(["torch._dynamo", "llm_from_scratch.distributed"])  # the first optimizer or DDP imports dynamo: seconds a process
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _enter(task, environ, sender):
+    os.environ.update(environ)
+    torch.set_num_threads(1)
+    try:
+        function, arguments = pickle.loads(task)
+        ranks = read_ranks()
+        open_process_group(ranks, torch.device("cpu"), timeout_seconds=60)
+        sender.send_bytes(pickle.dumps((None, function(ranks, *arguments))))
+        close_process_group()
+    except BaseException:
+        sender.send_bytes(pickle.dumps((traceback.format_exc(), None)))
+        os._exit(1)
+
+
+def run_ranks(function, num_ranks, *arguments, ranks_per_machine=None, timeout_seconds=60):
+    "What `function(ranks, *arguments)` returns on each rank, in order; AssertionError where a rank fails or is late."
+    shared = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    started, deadline = [], time.monotonic() + timeout_seconds
+    task, late = pickle.dumps((function, arguments)), ("no answer in time", None)  # plain bytes: torch would share tensors' memory with processes that end
+    try:
+        for rank in range(num_ranks):
+            receiver, sender = forks.Pipe(duplex=False)
+            environ = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank % (ranks_per_machine or num_ranks))}
+            process = forks.Process(target=_enter, args=(task, environ, sender), daemon=True)
+            process.start(), sender.close(), started.append((process, receiver))
+        answers = [pickle.loads(receiver.recv_bytes()) if receiver.poll(max(0, deadline - time.monotonic())) else late for _, receiver in started]
+        for process, _ in started: process.join(max(1, deadline - time.monotonic()))
+        codes = [process.exitcode for process, _ in started]
+    finally:
+        for process, receiver in started: process.kill(), process.join(), receiver.close()
+    errors = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(answers) if error]
+    assert not errors, "\n".join(errors)
+    assert codes == [0] * num_ranks, f"exit codes {codes}"
+    return [value for _, value in answers]
