@@ -1,5 +1,6 @@
 "The order of imports, what exported code may import, and what every notebook owes its reader."
 
+import ast
 import importlib
 import os
 import re
@@ -23,6 +24,7 @@ from notebooks import (
 
 MODULES = modules_in_order()
 DEVELOPMENT_ONLY = {"nbdev", "fastcore", "execnb", "IPython", "jupyter_client", "nbclient", "pytest"}
+SET_BY_TOOLS = {"IN_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"}
 DISTRIBUTION_OF = {"yaml": "PyYAML"}
 
 
@@ -106,6 +108,44 @@ def test_doc_5_flagged_cells_are_counted(record_property):
     unknown = {flag for nb in MODULES for cell in nb.cells if cell.is_code for flag in cell.flags & (SKIP_FLAGS - flags)}
     assert not unknown, f"flags that nbdev_test does not skip: {unknown}"
     print("cells skipped without their flag:", ", ".join(f"{flag} {counts[flag]}" for flag in sorted(flags)))
+
+
+def changed_variables(cell) -> set[str]:
+    "Environment variables that a cell sets outside `patch.dict(os.environ)` and does not take back."
+    tree, changed, restored = cell.tree(), set(), set()
+    protected = {id(inner) for node in ast.walk(tree) if isinstance(node, ast.With) and "environ" in ast.unparse(node.items[0]) for inner in ast.walk(node)}
+    for node in ast.walk(tree):
+        text = ast.unparse(node) if isinstance(node, (ast.Subscript, ast.Call)) else ""
+        if id(node) in protected or not text.startswith("os.environ"):
+            continue
+        if isinstance(node, ast.Subscript):
+            key = ast.unparse(node.slice)
+            (changed if isinstance(node.ctx, ast.Store) else restored if isinstance(node.ctx, ast.Del) else set()).add(key)
+        elif node.func.attr == "pop":
+            restored.add(ast.unparse(node.args[0]))
+        elif node.func.attr in {"update", "setdefault", "clear"}:
+            changed.add(text)
+    return changed - restored
+
+
+def test_doc_5_no_cell_leaves_the_environment_changed():
+    found = [f"{nb.name}: cell {cell.index}: {sorted(names)}" for nb in MODULES for cell in nb.cells if cell.is_example and (names := changed_variables(cell))]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nb", MODULES, ids=lambda nb: nb.module)
+def test_doc_5_the_environment_is_equal_before_and_after_a_notebook(nb):
+    script = (
+        "import os, pathlib, nbdev.test\n"
+        "before = dict(os.environ)\n"
+        f"passed, seconds = nbdev.test.test_nb(pathlib.Path({str(nb.path)!r}), skip_flags={sorted(SKIP_FLAGS)!r}, basepath={str(ROOT)!r})\n"
+        "assert passed\n"
+        f"added = {{name: value for name, value in os.environ.items() if before.get(name) != value and name not in {sorted(SET_BY_TOOLS)!r}}}\n"
+        "assert not added and before.keys() <= os.environ.keys(), added"
+    )
+    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, f"{nb.name}: {result.stderr[-2000:]}"
 
 
 def test_importing_every_module_leaves_the_environment_alone():
