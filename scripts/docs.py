@@ -1,7 +1,8 @@
 """The two halves of scripts/docs.sh round the renderer.
 
-    process OUT    run nbdev's processors over each notebook of nbs/ and write the result to OUT
-    finish SITE    serve fonts and formulas from the site itself, and count the pages against the notebooks
+    process OUT          run nbdev's processors over each notebook of nbs/ and write the result to OUT
+    notebook FILE OUT    the same for one notebook; `process` starts one of these for each
+    finish SITE          serve fonts and formulas from the site itself, and count the pages against the notebooks
 """
 
 import json
@@ -12,9 +13,9 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from configparser import ConfigParser
-from multiprocessing import get_context
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -34,52 +35,56 @@ def without_number(text: str) -> str:
     return NUMBERED.sub(r"\1.ipynb", text)
 
 
-def process_notebook(paths: tuple[Path, Path]) -> str:
-    "What went wrong, or an empty string; nbdev's own pool does not say which notebook it was."
+def process_notebook(source: Path, page: Path) -> list[str]:
+    "Run nbdev's processors over one notebook, in this process, which nothing else runs in."
     from nbdev.processors import FilterDefaults
     from nbdev.serve_drv import exec_nb
 
-    os.environ |= {"IN_TEST": "1", "MPLBACKEND": "agg"}
     sys.path.insert(0, str(Path.cwd()))
-    source, page = paths
     try:
         exec_nb(source, page, FilterDefaults)
     except Exception as error:
         reason = f"{error} {error.__cause__ or ''}"
-        return f"{source}: {' '.join(reason.split())[:500]}"
+        return [f"{source}: {' '.join(reason.split())[:500]}"]
     raw = json.loads(page.read_text(encoding="utf-8"))
     raw["cells"] = headings_for_shown_source(raw["cells"])
     text = re.sub(r"output-file: [\w.]+\\n", "", json.dumps(raw, ensure_ascii=False))
     page.write_text(without_number(text), encoding="utf-8")
-    return ""
+    return []
+
+
+def start_notebook(source: Path, page: Path) -> str:
+    "What went wrong with a notebook, or an empty string; each has a process of its own, so that a crash has a name."
+    command = [sys.executable, __file__, "notebook", str(source), str(page)]
+    environment = os.environ | {"IN_TEST": "1", "MPLBACKEND": "agg"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if result.returncode and str(source) not in result.stderr:
+        return f"{source}: exit {result.returncode}: {result.stderr.strip()[-500:]}"
+    return result.stderr.strip().partition("docs: ")[2] if result.returncode else ""
 
 
 def headings_for_shown_source(cells: list[dict]) -> list[dict]:
-    """Where the source of a definition is shown, show_doc would repeat its signature: keep its heading only.
-
-    nbdev leaves the cells as [show_doc of the last name, source, show_doc of the others].
-    """
-    kept: list[dict] = []
-    waiting: list[str] = []
-    for number, cell in enumerate(cells):
-        source = "".join(cell["source"])
-        if source.startswith("#| code-fold: show"):
-            waiting = re.findall(r"^(?:async )?(?:def|class) ([A-Za-z]\w*)", source, re.M)
-            if kept and is_show_doc(kept[-1], waiting):
-                kept.pop()
-            kept += [markdown_cell(f"### {name} {{#{name.lower()}}}", f"{number}-{name}") for name in waiting]
-            cell["source"] = re.sub(r'^#\| code-(fold|summary):.*\n', "", source, flags=re.M)
-        elif is_show_doc(cell, waiting):
-            continue
-        for output in cell.get("outputs", []) if "show_doc" in source else []:
-            output["data"]["text/markdown"] = "".join(output["data"]["text/markdown"]).replace("```python\n\n", "```python\n")
+    "Where the source of a definition is shown, show_doc would repeat its signature: put a heading there instead."
+    sources = ["".join(cell["source"]) for cell in cells]
+    names = [defined_names(source) for source in sources]
+    shown = {name for found in names for name in found}
+    kept = []
+    for number, (cell, source) in enumerate(zip(cells, sources)):
+        if cell["cell_type"] == "code" and (found := re.search(r"^show_doc\((\w+)\)", source, re.M)):
+            if found.group(1) in shown:
+                continue
+            for output in cell["outputs"]:
+                output["data"]["text/markdown"] = "".join(output["data"]["text/markdown"]).replace("```python\n\n", "```python\n")
+        kept += [markdown_cell(f"### {name} {{#{name.lower()}}}", f"{number}-{name}") for name in names[number]]
+        cell["source"] = re.sub(r"^#\| code-(fold|summary):.*\n", "", source, flags=re.M)
         kept.append(cell)
     return kept
 
 
-def is_show_doc(cell: dict, names: list[str]) -> bool:
-    found = re.search(r"^show_doc\((\w+)\)", "".join(cell["source"]), re.M)
-    return cell["cell_type"] == "code" and bool(found) and found.group(1) in names
+def defined_names(source: str) -> list[str]:
+    "Public definitions of a cell whose source nbdev shows: it marks the cell as one that could be folded."
+    is_shown = source.startswith("#| code-fold: show")
+    return re.findall(r"^(?:async )?(?:def|class) ([A-Za-z]\w*)", source, re.M) if is_shown else []
 
 
 def markdown_cell(source: str, name: str) -> dict:
@@ -93,10 +98,9 @@ def process(out: Path) -> list[str]:
             (out / path.name).write_bytes(path.read_bytes())
     config = out / "_quarto.yml"
     config.write_text(without_number(config.read_text(encoding="utf-8")), encoding="utf-8")
-    jobs = [(path, out / without_number(path.name)) for path in notebooks()]
-    workers = max(1, min(len(jobs), os.cpu_count() or 1))
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        return [fault for fault in pool.map(process_notebook, jobs) if fault]
+    pages = [out / without_number(path.name) for path in notebooks()]
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        return [fault for fault in pool.map(start_notebook, notebooks(), pages) if fault]
 
 
 def local_katex(site: Path) -> bool:
@@ -139,12 +143,13 @@ def finish(site: Path) -> list[str]:
 
 def broken_links(site: Path) -> list[str]:
     "Links of a page to a file of the site that is not there."
-    faults = []
+    pages_of = defaultdict(list)
     for page in sorted(site.rglob("*.html")):
         for href in sorted(set(re.findall(r'(?:href|src)="([^"#?]+)', page.read_text(encoding="utf-8")))):
             if not re.match(r"[a-z]+:|//", href) and not (page.parent / unquote(href)).exists():
-                faults.append(f"{page}: broken link {href}")
-    return faults
+                pages_of[href].append(page)
+    more = {1: ""}
+    return [f"{pages[0]}: broken link {href}{more.get(len(pages), f', and on {len(pages) - 1} more pages')}" for href, pages in pages_of.items()]
 
 
 def missing_pages(site: Path) -> list[str]:
@@ -163,8 +168,11 @@ def missing_pages(site: Path) -> list[str]:
     return faults
 
 
-def main(step: str, folder: str) -> int:
-    faults = {"process": process, "finish": finish}[step](Path(folder))
+STEPS = {"process": process, "notebook": process_notebook, "finish": finish}
+
+
+def main(step: str, *paths: str) -> int:
+    faults = STEPS[step](*map(Path, paths))
     for fault in faults:
         print(f"docs: {fault}", file=sys.stderr)
     return 1 if faults else 0
