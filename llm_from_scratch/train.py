@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .artifacts import Lock, default_cache_dir, write_json
-from .checkpointing import capture_rng, load_checkpoint, prune_checkpoints, restore_rng, save_checkpoint
+from .checkpointing import capture_rng, checkpoint_step, load_checkpoint, prune_checkpoints, restore_rng, save_checkpoint
 from .config import Config, replace
 from .dataloader import Batch, TokenLoader, endless
 from llm_from_scratch.distributed import (
@@ -352,12 +352,13 @@ def run(
     "One training run from text to report."
     console = console or Console(quiet=not ranks.is_main, soft_wrap=True)
     claim_folder(run_dir, resume_from)
+    start = broadcast_object(checkpoint_to_resume(run_dir, resume_from) if ranks.is_main else None)
+    notes = check_resume(old, config, checkpoint_step(start) if start else 0) if old else []
     data = prepare_data(config)
     if resume_from: check_same_data(run_dir, data.manifests)
     training = build_training(config, data, ranks)
-    start = broadcast_object(checkpoint_to_resume(run_dir, resume_from) if ranks.is_main else None)
     if start: resume(training, start)
-    notes = (check_resume(old, config, training.step) if old else []) + ([f"resumed from {start}"] if start else [])
+    if start: notes.append(f"resumed from {start}")
     fingerprint = write_run_folder(run_dir, config, data.tokenizer, data.manifests, environment_report()) if ranks.is_main else {}
     if ranks.is_main: show_start(console, training, fingerprint, notes)
     code = watch_and_fit(training, run_dir, console)
@@ -399,6 +400,7 @@ def hold_and_run(
     named = options.run_dir or f"runs/{options.preset or 'tiny'}-{datetime.now():%Y%m%d-%H%M%S}"
     run_dir = Path(broadcast_object(named))
     with Lock(run_dir / ".lock") if ranks.is_main else nullcontext():
+        if ranks.is_main: (run_dir / "stopped.json").unlink(missing_ok=True)
         try: code = run(config, run_dir, ranks, resume_from=options.resume, old=old)
         except UserError as error:
             if ranks.is_main: remember_stop(run_dir, USER_ERROR, str(error))

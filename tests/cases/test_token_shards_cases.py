@@ -145,12 +145,19 @@ def test_splits_do_not_move_when_documents_come(tmp_path):
     assert few and few < many and all(int(name[4:]) >= 50 for name in many - few)
 
 
-def test_empty_split_says_what_to_do(tmp_path):
+def test_one_document_gives_both_splits(tmp_path):
     page = tmp_path / "page.txt"
     page.write_text("words")
-    with pytest.raises(UserError, match="val split.*val_fraction"):
-        cached_shards(DataConfig(val_fraction=1e-9), ByteTokenizer(), [page], "val", tmp_path / "cache")
-    assert cached_shards(DataConfig(val_fraction=1e-9), ByteTokenizer(), [page], "train", tmp_path / "cache").num_bytes == 5
+    sizes = [cached_shards(DataConfig(val_fraction=1e-9), ByteTokenizer(), [page], split, tmp_path / "cache").num_bytes for split in ("train", "val")]
+    assert sizes == [4, 1]
+
+
+def test_empty_split_says_what_to_do(tmp_path):
+    page = tmp_path / "page.txt"
+    page.write_text("x")
+    with pytest.raises(UserError, match="split of 1 file.*give more text"):
+        for split in ("train", "val"):
+            cached_shards(DataConfig(), ByteTokenizer(), [page], split, tmp_path / "cache")
 
 
 def fill_cache(files, cache, answers):

@@ -1,0 +1,193 @@
+"Training as a command: what it refuses, what it leaves, and how it goes on after a stop or a kill."
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from llm_from_scratch import train
+from llm_from_scratch.checkpointing import latest_checkpoint, load_run
+from llm_from_scratch.env import UserError, set_deterministic
+from llm_from_scratch.launch import STOPPED
+from llm_from_scratch.optim import lr_at
+
+ROOT = Path(__file__).parents[2]
+SHAPE = ["--model.hidden-size", "32", "--model.num-layers", "1", "--model.num-heads", "2", "--tokenizer.vocab-size", "300"]
+SHORT = ["--train.seq-len", "32", "--train.global-batch", "4", "--train.micro-batch", "4", "--train.num-threads", "1", "--optim.kind", "adamw",
+         "--train.dtype", "fp32", "--log.tensorboard", "False", "--eval.num-completions", "0", "--eval.num-samples", "1", "--eval.sample-tokens", "8"]
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    "Training changes switches of the whole process; other tests must not see it."
+    yield
+    set_deterministic(False)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(30):
+        (folder / f"page-{number}.txt").write_text("".join(f"{number} times {factor} is {number * factor}\n" for factor in range(40)))
+    return folder
+
+
+@pytest.fixture
+def options(corpus):
+    return [*SHAPE, *SHORT, "--data.path", str(corpus), "--data.val-fraction", "0.2", "--data.cache-dir", str(corpus.parent / "cache")]
+
+
+def start(args, **environment):
+    "The command in a process of its own."
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.Popen([sys.executable, "-m", "llm_from_scratch.train", *map(str, args)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process, seconds=120):
+    out, err = process.communicate(timeout=seconds)
+    return process.returncode, out, err
+
+
+def rows(run_dir):
+    return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def wait_for_step(run_dir, step, seconds=90):
+    "Until that step is in the metrics."
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit:
+        try:
+            if rows(run_dir)[-1]["step"] >= step:
+                return
+        except (OSError, IndexError, json.JSONDecodeError):
+            pass
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} did not come")
+
+
+def losses(run_dir):
+    return {row["step"]: row["loss"] for row in rows(run_dir)}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpus, tmp_path_factory):
+    "A run of 60 steps in one sitting; its folder."
+    run_dir = tmp_path_factory.mktemp("runs") / "whole"
+    args = [*SHAPE, *SHORT, "--data.path", str(corpus), "--data.val-fraction", "0.2", "--data.cache-dir", str(corpus.parent / "cache")]
+    code, out, err = finish(start([*args, "--train.steps", "60", "--checkpoint.every-steps", "20", "--eval.every-steps", "30", "--run-dir", run_dir]))
+    assert code == 0, err
+    assert "resume" in out and "generate" in out and "evaluate" in out
+    return run_dir
+
+
+def test_a_finished_run_leaves_everything(undisturbed):
+    names = {path.name for path in undisturbed.iterdir()}
+    assert {"config.yaml", "config.sha256", "tokenizer", "env.json", "data.json", "metrics.jsonl", "log.jsonl", "checkpoints", "report", "summary.json"} <= names
+    assert {path.suffix for path in (undisturbed / "report").iterdir()} >= {".png", ".html"}
+    assert "stopped.json" not in names
+    assert load_run(undisturbed).step == 60
+
+
+def test_trn_8_throughput_and_tokens_add_up(undisturbed):
+    seen = rows(undisturbed)
+    assert [row["step"] for row in seen] == list(range(1, 61))
+    assert {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "step_seconds"} <= set(seen[0])
+    total = sum(row["tokens_per_second"] * row["step_seconds"] for row in seen)
+    assert total == pytest.approx(seen[-1]["tokens"])
+    assert [row["step"] for row in seen if "val_loss" in row] == [30, 60]
+
+
+def test_sch_1_logged_rate_is_the_formula(undisturbed):
+    config = load_run(undisturbed).config
+    for row in rows(undisturbed):
+        assert row["lr"] == lr_at(row["step"] - 1, peak=config.optim.lr, floor=config.optim.lr * config.optim.min_lr_ratio, warmup=3, total=60)
+
+
+def test_sigterm_saves_exits_3_and_resumes_to_the_bit(options, undisturbed, tmp_path):
+    run_dir = tmp_path / "cut"
+    process = start([*options, "--train.steps", "60", "--checkpoint.every-steps", "20", "--eval.every-steps", "30", "--run-dir", run_dir])
+    wait_for_step(run_dir, 3)
+    process.send_signal(signal.SIGTERM)
+    code, out, err = finish(process)
+    assert code == 3, err
+    assert f"--run-dir {run_dir} --resume auto" in out
+    assert json.loads((run_dir / "stopped.json").read_text())["exit_code"] == STOPPED
+    stopped_at = rows(run_dir)[-1]["step"]
+    assert latest_checkpoint(run_dir / "checkpoints").name == f"step_{stopped_at:08d}"
+    assert stopped_at < 60
+    code, out, err = finish(start(["--run-dir", run_dir, "--resume", "auto"]))
+    assert code == 0, err
+    assert losses(run_dir) == losses(undisturbed)
+    assert not (run_dir / "stopped.json").exists()
+
+
+def test_kill_9_resumes_from_the_last_whole_checkpoint(options, undisturbed, tmp_path):
+    run_dir = tmp_path / "killed"
+    process = start([*options, "--train.steps", "60", "--checkpoint.every-steps", "20", "--eval.every-steps", "30", "--run-dir", run_dir])
+    wait_for_step(run_dir, 25)
+    process.kill()
+    finish(process)
+    code, out, err = finish(start(["--run-dir", run_dir, "--resume", "auto"]))
+    assert code == 0, err
+    assert "resumed from" in out
+    assert losses(run_dir) == losses(undisturbed)
+
+
+def test_a_mistake_is_one_line_and_exit_code_2(options, tmp_path):
+    code, out, err = finish(start([*options, "--train.step", "5", "--run-dir", tmp_path / "typo"]))
+    assert code == 2
+    assert err.strip().count("\n") == 0 and "did you mean '--train.steps'?" in err
+    assert not (tmp_path / "typo").exists()
+
+
+@pytest.mark.parametrize("change, words", [
+    (["--tokenizer.vocab-size", "70000", "--data.dtype", "uint16"], "65535"),
+    (["--train.seq-len", "100000", "--model.max-seq-len", "100000"], "sequence longer than the data"),
+    (["--data.path", "/nowhere/*.txt"], "/nowhere/*.txt"),
+    (["--train.global-batch", "6"], "train.global_batch 6"),
+    (["--train.init-from", "/nowhere"], "no such run or checkpoint"),
+    (["--optim.warmup-steps", "500"], "optim.warmup_steps 500"),
+    (["--tokenizer.vocab-size", "30000"], "vocab"),
+    (["--preset", "smal"], "did you mean 'small'"),
+])
+def test_wrong_input_names_what_and_where(options, tmp_path, monkeypatch, change, words):
+    with pytest.raises(UserError, match=words.replace("*", r"\*")) as caught:
+        train.main([*options, *change, "--run-dir", str(tmp_path / "run")])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_with_another_run_is_refused(options, undisturbed):
+    before = (undisturbed / "config.yaml").read_text()
+    with pytest.raises(UserError, match="already holds a run.*--resume auto"):
+        train.main([*options, "--train.steps", "61", "--run-dir", str(undisturbed)])
+    with pytest.raises(UserError, match="model.num_layers = 1, asked for is 2"):
+        train.main([*options, "--model.num-layers", "2", "--train.steps", "60", "--run-dir", str(undisturbed), "--resume", "auto"])
+    assert (undisturbed / "config.yaml").read_text() == before
+
+
+def test_a_checkpoint_of_another_shape_is_refused(options, undisturbed, tmp_path):
+    with pytest.raises(UserError, match="32.*48|48.*32"):
+        train.main([*options, "--model.hidden-size", "48", "--train.init-from", str(undisturbed), "--run-dir", str(tmp_path / "run")])
+
+
+def test_changed_text_is_refused_on_a_resume(options, corpus, undisturbed, tmp_path):
+    grown = tmp_path / "grown"
+    grown.mkdir()
+    (grown / "more.txt").write_text("nine times nine is eighty-one\n" * 200)
+    with pytest.raises(UserError):
+        train.main(["--run-dir", str(undisturbed), "--resume", "auto", "--data.path", str(grown)])
+
+
+def test_two_runs_do_not_share_a_folder(options, tmp_path):
+    run_dir = tmp_path / "run"
+    process = start([*options, "--train.steps", "100000", "--run-dir", run_dir])
+    wait_for_step(run_dir, 1)
+    with pytest.raises(UserError, match=str(process.pid)):
+        train.main([*options, "--run-dir", str(run_dir), "--resume", "auto"])
+    process.send_signal(signal.SIGINT)
+    assert finish(process)[0] == 3

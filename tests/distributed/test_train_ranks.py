@@ -1,0 +1,76 @@
+"Training under torchrun: the same curve on two ranks, a stop that all ranks obey, and a resume on another number."
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def command(num_ranks, *args):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--max-restarts", "2", "--nproc-per-node", str(num_ranks)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    arguments = [sys.executable, *launcher, "-m", "llm_from_scratch.train", *map(str, args)]
+    return subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+
+
+def finish(process, seconds=150):
+    try:
+        out, _ = process.communicate(timeout=seconds)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, out
+
+
+def losses(run_dir):
+    lines = (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
+    return {row["step"]: row["loss"] for row in map(json.loads, lines)}
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(30):
+        (folder / f"page-{number}.txt").write_text("".join(f"{number} times {factor} is {number * factor}\n" for factor in range(40)))
+    return ["--model.hidden-size", 32, "--model.num-layers", 1, "--model.num-heads", 2, "--tokenizer.vocab-size", 300, "--train.seq-len", 32,
+            "--train.global-batch", 8, "--train.micro-batch", 4, "--train.num-threads", 1, "--train.dtype", "fp32", "--optim.kind", "adamw",
+            "--log.tensorboard", "False", "--eval.num-completions", 0, "--eval.num-samples", 1, "--eval.sample-tokens", 4, "--eval.every-steps", 10,
+            "--data.path", folder, "--data.val-fraction", 0.2, "--data.cache-dir", folder.parent / "cache"]
+
+
+def test_two_ranks_give_the_curve_of_one(options, tmp_path):
+    for num_ranks in (1, 2):
+        code, out = finish(command(num_ranks, *options, "--train.steps", 20, "--run-dir", tmp_path / str(num_ranks)))
+        assert code == 0, out
+    one, two = losses(tmp_path / "1"), losses(tmp_path / "2")
+    assert list(one) == list(two) == list(range(1, 21))
+    assert two == pytest.approx(one, rel=1e-5)
+    assert "8 rows asked for = 4 a micro-batch x 1 accumulated x 2 ranks" in out
+    summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("1", "2")]
+    assert summaries[1]["val_loss"] == pytest.approx(summaries[0]["val_loss"], rel=1e-5)
+
+
+def test_a_stop_reaches_all_ranks_and_is_not_restarted(options, tmp_path):
+    run_dir = tmp_path / "run"
+    process = command(2, *options, "--train.steps", 100_000, "--run-dir", run_dir)
+    limit = time.monotonic() + 90
+    while not (run_dir / "metrics.jsonl").exists() or len(losses(run_dir)) < 3:
+        assert time.monotonic() < limit and process.poll() is None, "no third step came"
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    code, out = finish(process)
+    assert code != 0
+    assert json.loads((run_dir / "stopped.json").read_text())["exit_code"] == 3
+    assert out.count("stopped after step") == 1, out
+    last = max(losses(run_dir))
+    code, out = finish(command(1, "--run-dir", run_dir, "--resume", "auto", "--train.steps", last + 3))
+    assert code == 0, out
+    assert list(losses(run_dir)) == list(range(1, last + 4))
+    assert "the learning rate at step" in out
