@@ -1,8 +1,7 @@
 """The two halves of scripts/docs.sh round the renderer.
 
-    process OUT          run nbdev's processors over each notebook of nbs/ and write the result to OUT
-    notebook FILE OUT    the same for one notebook; `process` starts one of these for each
-    finish SITE          serve fonts and formulas from the site itself, and count the pages against the notebooks
+    process OUT    run nbdev's processors over each notebook of nbs/ and write the result to OUT
+    finish SITE    serve fonts and formulas from the site itself, and count the pages against the notebooks
 """
 
 import json
@@ -16,10 +15,14 @@ import tempfile
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from configparser import ConfigParser
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from urllib.parse import unquote
 
 SOURCE = Path("nbs")
+FORKS = get_context("forkserver")  # Linux and macOS; what is loaded once is in every process that it forks
+PRELOADED = ["torch", "matplotlib.pyplot", "nbdev.processors", "nbdev.serve_drv"]
 KATEX = "katex@0.16.11"
 KATEX_URL = f"https://cdn.jsdelivr.net/npm/{KATEX}/dist"
 FONTS = re.compile(r"@import url\([^)]*fonts\.googleapis\.com[^)]*\);?|<link[^>]*fonts\.g[^>]*>")
@@ -35,32 +38,37 @@ def without_number(text: str) -> str:
     return NUMBERED.sub(r"\1.ipynb", text)
 
 
-def process_notebook(source: Path, page: Path) -> list[str]:
-    "Run nbdev's processors over one notebook, in this process, which nothing else runs in."
+def process_notebook(source: Path, page: Path, faults: Connection) -> None:
+    "Run nbdev's processors over one notebook, in a process of its own: they leave their marks on it."
     from nbdev.processors import FilterDefaults
     from nbdev.serve_drv import exec_nb
 
+    os.environ |= {"IN_TEST": "1", "MPLBACKEND": "agg"}
     sys.path.insert(0, str(Path.cwd()))
     try:
         exec_nb(source, page, FilterDefaults)
     except Exception as error:
         reason = f"{error} {error.__cause__ or ''}"
-        return [f"{source}: {' '.join(reason.split())[:500]}"]
+        return faults.send(f"{source}: {' '.join(reason.split())[:500]}")
     raw = json.loads(page.read_text(encoding="utf-8"))
     raw["cells"] = headings_for_shown_source(raw["cells"])
     text = re.sub(r"output-file: [\w.]+\\n", "", json.dumps(raw, ensure_ascii=False))
     page.write_text(without_number(text), encoding="utf-8")
-    return []
+    faults.send("")
 
 
 def start_notebook(source: Path, page: Path) -> str:
-    "What went wrong with a notebook, or an empty string; each has a process of its own, so that a crash has a name."
-    command = [sys.executable, __file__, "notebook", str(source), str(page)]
-    environment = os.environ | {"IN_TEST": "1", "MPLBACKEND": "agg"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    if result.returncode and str(source) not in result.stderr:
-        return f"{source}: exit {result.returncode}: {result.stderr.strip()[-500:]}"
-    return result.stderr.strip().partition("docs: ")[2] if result.returncode else ""
+    "What went wrong with a notebook, or an empty string; a crash has its name too."
+    receiver, sender = FORKS.Pipe(duplex=False)
+    process = FORKS.Process(target=process_notebook, args=(source, page, sender))
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv()
+    except EOFError:
+        return f"{source}: its process ended without a word"
+    finally:
+        process.join()
 
 
 def headings_for_shown_source(cells: list[dict]) -> list[dict]:
@@ -99,6 +107,7 @@ def process(out: Path) -> list[str]:
     config = out / "_quarto.yml"
     config.write_text(without_number(config.read_text(encoding="utf-8")), encoding="utf-8")
     pages = [out / without_number(path.name) for path in notebooks()]
+    FORKS.set_forkserver_preload(PRELOADED)
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         return [fault for fault in pool.map(start_notebook, notebooks(), pages) if fault]
 
@@ -168,11 +177,8 @@ def missing_pages(site: Path) -> list[str]:
     return faults
 
 
-STEPS = {"process": process, "notebook": process_notebook, "finish": finish}
-
-
-def main(step: str, *paths: str) -> int:
-    faults = STEPS[step](*map(Path, paths))
+def main(step: str, folder: str) -> int:
+    faults = {"process": process, "finish": finish}[step](Path(folder))
     for fault in faults:
         print(f"docs: {fault}", file=sys.stderr)
     return 1 if faults else 0
