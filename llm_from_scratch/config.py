@@ -118,11 +118,11 @@ class DataConfig(Section):
 # %% ../nbs/00a_config.ipynb #2412d872
 class TrainConfig(Section):
     "Length, batch and arithmetic of the run."
-    steps: Positive = Field(400, description="optimizer steps in the whole run")
+    steps: Positive = Field(300, description="optimizer steps in the whole run")
     seed: Count = Field(0, description="seed of weights, order and sampling")
     deterministic: bool = Field(True, description="only kernels whose sums have one order; same losses to the bit on a resume")
-    global_batch: Positive = Field(16, description="rows an optimizer step, over all ranks")
-    micro_batch: Positive = Field(16, description="rows a forward pass on one rank, at most")
+    global_batch: Positive = Field(8, description="rows an optimizer step, over all ranks")
+    micro_batch: Positive = Field(8, description="rows a forward pass on one rank, at most")
     seq_len: Positive = Field(256, description="tokens a row")
     dtype: Literal["auto", "fp32", "bf16"] = Field("auto", description="arithmetic of matrix products; auto: bf16 where the device has it")
     compile: Literal["auto", "always", "never"] = Field("auto", description="torch.compile; auto: on a GPU only")
@@ -133,7 +133,7 @@ class TrainConfig(Section):
 class OptimConfig(Section):
     "Optimizer, learning rate and clipping."
     kind: Literal["adamw", "muon"] = Field("muon", description="adamw, or muon for matrices with adamw for the rest")
-    lr: float = Field(3e-3, gt=0, description="peak learning rate of AdamW")
+    lr: float = Field(1e-2, gt=0, description="peak learning rate of AdamW, alone or beside Muon")
     muon_lr: float = Field(2e-2, gt=0, description="peak learning rate of Muon")
     min_lr_ratio: Share = Field(0.1, description="final learning rate as a share of the peak")
     warmup_steps: Count | None = Field(None, description="steps to the peak; none: a twentieth of the run, at most 2000")
