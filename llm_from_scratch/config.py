@@ -133,7 +133,7 @@ class TrainConfig(Section):
 class OptimConfig(Section):
     "Optimizer, learning rate and clipping."
     kind: Literal["adamw", "muon"] = Field("muon", description="adamw, or muon for matrices with adamw for the rest")
-    lr: float = Field(1e-2, gt=0, description="peak learning rate of AdamW, alone or beside Muon")
+    lr: float = Field(1e-2, gt=0, description="peak learning rate of AdamW; where it is alone its default is 0.003")
     muon_lr: float = Field(2e-2, gt=0, description="peak learning rate of Muon")
     min_lr_ratio: Share = Field(0.1, description="final learning rate as a share of the peak")
     warmup_steps: Count | None = Field(None, description="steps to the peak; none: a twentieth of the run, at most 2000")
@@ -144,6 +144,12 @@ class OptimConfig(Section):
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
     muon_momentum: float = Field(0.95, ge=0, lt=1, description="Muon's momentum")
     max_grad_norm: float = Field(1.0, gt=0, description="gradients are scaled down to this global norm")
+
+    @model_validator(mode="before")
+    @classmethod
+    def lr_of_kind(cls, values):
+        alone = isinstance(values, dict) and values.get("kind") == "adamw"
+        return {"lr": 3e-3, **values} if alone else values
 
     def warmup(self, total_steps: int) -> int:
         "Warmup steps of a run of `total_steps`."
