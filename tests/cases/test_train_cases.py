@@ -191,3 +191,12 @@ def test_two_runs_do_not_share_a_folder(options, tmp_path):
         train.main([*options, "--run-dir", str(run_dir), "--resume", "auto"])
     process.send_signal(signal.SIGINT)
     assert finish(process)[0] == 3
+
+
+def test_trn_10_without_a_compiler_one_line_says_so_and_it_trains(options, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train, "why_not_compile", lambda: "there is no C++ compiler")
+    code = train.main([*options, "--train.compile", "always", "--train.steps", "2", "--run-dir", str(tmp_path / "run")])
+    captured = capsys.readouterr()
+    assert code == 0
+    assert captured.err.splitlines() == ["torch.compile is off: there is no C++ compiler"]
+    assert len(losses(tmp_path / "run")) == 2
