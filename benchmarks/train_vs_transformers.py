@@ -65,7 +65,7 @@ def compare(config: Config) -> dict[str, dict[str, list[float]]]:
     training = build_training(config, prepare_data(config), Ranks())
     llama, optim = same_llama(training.model), config.optim
     groups = [{key: group[key] for key in ("params", "weight_decay")} for group in param_groups(llama, weight_decay=optim.weight_decay)]
-    optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps)
+    optimizer = torch.optim.AdamW(groups, lr=optim.adamw_lr, betas=(optim.beta1, optim.beta2), eps=optim.eps)
     seen = {name: {"loss": [], "seconds": []} for name in ("ours", "transformers")}
     for step, batch in zip(range(config.train.steps), endless(training.loader)):
         began = time.perf_counter()

@@ -77,7 +77,9 @@ class ModelConfig(Section):
     @property
     def mlp_size(self) -> int: return self.intermediate_size or round_up(-(-8 * self.hidden_size // 3), self.mlp_multiple)
     @property
-    def padded_vocab_size(self) -> int: return round_up(self.vocab_size or 0, self.vocab_multiple)
+    def padded_vocab_size(self) -> int:
+        if self.vocab_size is None: raise ValueError("model.vocab_size is not set yet: it is the tokenizer's")
+        return round_up(self.vocab_size, self.vocab_multiple)
 
     @model_validator(mode="after")
     def check_heads(self):
@@ -133,7 +135,7 @@ class TrainConfig(Section):
 class OptimConfig(Section):
     "Optimizer, learning rate and clipping."
     kind: Literal["adamw", "muon"] = Field("muon", description="adamw, or muon for matrices with adamw for the rest")
-    lr: float = Field(1e-2, gt=0, description="peak learning rate of AdamW; where it is alone its default is 0.003")
+    lr: Annotated[float, Field(gt=0)] | None = Field(None, description="peak learning rate of AdamW; none: 0.01 beside Muon, 0.003 alone")
     muon_lr: float = Field(2e-2, gt=0, description="peak learning rate of Muon")
     min_lr_ratio: Share = Field(0.1, description="final learning rate as a share of the peak")
     warmup_steps: Count | None = Field(None, description="steps to the peak; none: a twentieth of the run, at most 2000")
@@ -145,11 +147,8 @@ class OptimConfig(Section):
     muon_momentum: float = Field(0.95, ge=0, lt=1, description="Muon's momentum")
     max_grad_norm: float = Field(1.0, gt=0, description="gradients are scaled down to this global norm")
 
-    @model_validator(mode="before")
-    @classmethod
-    def lr_of_kind(cls, values):
-        alone = isinstance(values, dict) and values.get("kind") == "adamw"
-        return {"lr": 3e-3, **values} if alone else values
+    @property
+    def adamw_lr(self) -> float: return self.lr or (3e-3 if self.kind == "adamw" else 1e-2)
 
     def warmup(self, total_steps: int) -> int:
         "Warmup steps of a run of `total_steps`."
