@@ -20,7 +20,7 @@ from llm_from_scratch.optim import set_lr
 from llm_from_scratch.train import build_training, prepare_data, split_batch, validate
 
 RESULTS = Path(__file__).parent / "results" / "optimizer_choice.jsonl"
-CHOICES = {"muon": {}, "adamw": {"lr": 3e-3}}  # adamw: the best of 2e-3, 3e-3 and 5e-3 in runs of 0.4 million tokens
+CHOICES = {"muon": {}, "adamw": {}}  # their default rates; adamw: the best of 2e-3, 3e-3 and 5e-3 in runs of 0.4 million tokens
 
 
 def configure(kind: str, seed: int, steps: int | None = None) -> Config:
