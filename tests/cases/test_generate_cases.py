@@ -13,6 +13,7 @@ from llm_from_scratch.config import Config, ModelConfig, to_yaml
 from llm_from_scratch.env import UserError
 from llm_from_scratch.generate import (
     Respelling,
+    complete,
     evaluation_mode,
     filter_logits,
     generate,
@@ -51,7 +52,7 @@ class Scripted(nn.Module):
 
     def __init__(self, script, vocab_size=10, max_seq_len=64):
         super().__init__()
-        self.script, self.fed = torch.tensor(script), []
+        self.script, self.fed, self.embedding = torch.tensor(script), [], nn.Embedding(1, 1)
         self.cfg = ModelConfig(vocab_size=vocab_size, hidden_size=8, num_layers=1, num_heads=1, num_kv_heads=1, max_seq_len=max_seq_len)
 
     def forward(self, ids, **ignored):
@@ -263,6 +264,24 @@ def test_respelling_allows_the_old_spelling_and_forbids_another_text():
     assert respell.mask(torch.zeros(2, 7)).isfinite().sum(1).tolist() == [1, 7]
     respell.take([4, 0])
     assert respell.left == ["", ""]
+
+
+def test_completions_begin_with_the_prompt_and_end_with_the_window(tokenizer):
+    model = small_model(vocab_size=tokenizer.vocab_size)
+    for prompt in ("    return", "def ", "x = 漢", "", "a\n" * 20):
+        for max_new_tokens in (1, 5, 999):
+            texts = complete(model, tokenizer, prompt, count=3, max_new_tokens=max_new_tokens, seed=1)
+            assert len(texts) == 3 and all(text.startswith(prompt) for text in texts)
+            assert texts == complete(model, tokenizer, prompt, count=3, max_new_tokens=max_new_tokens, seed=1)
+    with pytest.raises(UserError, match="shorten it"):
+        complete(model, tokenizer, "a\n" * 99, max_new_tokens=5)
+
+
+def test_completions_spell_the_healed_end_once_and_leave_eos_out(tokenizer):
+    ids, tail = heal_prompt(tokenizer, "    return")
+    whole = tokenizer.encode("    return first + x", bos=True)
+    model = Scripted([whole[len(ids) :] + [tokenizer.eos_id]], tokenizer.vocab_size)
+    assert tail and complete(model, tokenizer, "    return", max_new_tokens=30, temperature=0) == ["    return first + x"]
 
 
 @pytest.fixture(scope="module")

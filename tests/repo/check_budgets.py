@@ -18,6 +18,7 @@ from notebooks import (
     Notebook,
     count_assertions,
     definitions,
+    idle_expectations,
     notebook_paths,
     public_definitions,
     read_notebook,
@@ -194,6 +195,8 @@ def prose_misses(nb: Notebook) -> list[str]:
 def example_misses(nb: Notebook) -> list[str]:
     misses = []
     for cell in (cell for cell in nb.cells if cell.is_code):
+        for name in idle_expectations(cell):
+            misses.append(f"cell {cell.index}: a bare {name}(...) checks nothing: write `with {name}(UserError, \"text\"):` and the call under it")
         if cell.is_example:
             narrating = [line for line in comment_lines(cell.code).values() if line.strip().startswith("#")]
             misses += [f"cell {cell.index}: narrates: {line.strip()[:60]}" for line in narrating]

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "llm_from_scratch"
 EXPORT_FLAGS = {"export", "exports", "exporti"}
 SKIP_FLAGS = {"slow", "cuda", "data", "distributed"}
+EXPECTATIONS = {"expect_fail", "ExceptionExpected"}
 
 
 @dataclass
@@ -96,13 +97,23 @@ def modules_in_order(root: Path = ROOT) -> list[Notebook]:
     return [nb for nb in map(read_notebook, notebook_paths(root)) if nb.module]
 
 
+def called_name(node: ast.AST) -> str:
+    return getattr(node.func, "id", getattr(node.func, "attr", "")) if isinstance(node, ast.Call) else ""
+
+
 def is_assertion(node: ast.AST) -> bool:
-    if isinstance(node, ast.Assert):
-        return True
-    if not isinstance(node, ast.Call):
-        return False
-    name = getattr(node.func, "id", getattr(node.func, "attr", ""))
-    return name.startswith(("test_", "assert_")) or name in {"expect_fail", "ExceptionExpected", "raises"}
+    "A context manager asserts as an item of a `with` only: called by itself, it never enters."
+    if isinstance(node, ast.withitem):
+        return called_name(node.context_expr) in EXPECTATIONS
+    name = called_name(node)
+    return isinstance(node, ast.Assert) or name.startswith(("test_", "assert_")) or name == "raises"
+
+
+def idle_expectations(cell: Cell) -> list[str]:
+    "Calls of a context manager that stand outside a `with`, and so check nothing."
+    nodes = list(ast.walk(cell.tree()))
+    entered = {id(node.context_expr) for node in nodes if isinstance(node, ast.withitem)}
+    return [called_name(node) for node in nodes if called_name(node) in EXPECTATIONS and id(node) not in entered]
 
 
 def count_assertions(cell: Cell) -> int:

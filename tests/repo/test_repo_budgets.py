@@ -51,6 +51,8 @@ def test_a_good_notebook_has_no_miss(tmp_path):
         (5, "out:add(1, 2)", "0 of 1 public definitions have a lesson"),
         (5, "test_eq(add(1, 2), 3)\ntest_eq(add(1, 2), 3)", "0 of 1 public definitions have a lesson"),
         (5, "out:test_eq(add(1, 2), 3)", "1 assertions for 1"),
+        (5, "out:test_eq(add(1, 2), 3)\nexpect_fail(lambda: add('1', 2))", "a bare expect_fail(...) checks nothing"),
+        (5, "out:test_eq(add(1, 2), 3)\nexpect_fail(lambda: add('1', 2))", "1 assertions for 1"),
         (5, "out:# now add\ntest_eq(add(1, 2), 3)\ntest_eq(add(0, 2), 2)", "narrates"),
         (5, "%time add(1, 2)", "not plain Python"),
         (5, "x = 0\n" * 60, "words of prose a line of code"),
@@ -61,6 +63,11 @@ def test_a_miss_is_named(tmp_path, position, cell, words):
     cells = GOOD[:position] + [cell] + GOOD[position + 1 :]
     misses = budget_misses(write_notebook(tmp_path / "00_sums.ipynb", cells))
     assert any(words in miss for miss in misses), misses
+
+
+def test_expect_fail_in_a_with_block_is_an_assertion(tmp_path):
+    lesson = "out:test_eq(add(1, 2), 3)\nwith expect_fail(TypeError):\n    add('1', 2)\nadd(1, 2)"
+    assert budget_misses(write_notebook(tmp_path / "00_sums.ipynb", GOOD[:5] + [lesson])) == []
 
 
 def test_every_notebook_keeps_the_budgets():
