@@ -1,16 +1,16 @@
 "Cases of the schedule and the optimizer: first step, floor, resume, groups, epsilon, broken gradients."
 import copy
-import logging
 
 import pytest
 import torch
 from torch import nn
 
-from llm_from_scratch.config import ModelConfig, OptimConfig
+from llm_from_scratch.config import Config, ModelConfig, OptimConfig
 from llm_from_scratch.env import UserError
+from llm_from_scratch.launch import check_resume
 from llm_from_scratch.model import Transformer
 from llm_from_scratch.optim import (Muon, build_optimizer, clip_gradients, hidden_matrices, load_named_state, lr_at, named_state, orthogonalize,
-                                    param_groups, set_lr, warn_if_total_changed)
+                                    param_groups, set_lr)
 
 CURVE = [0.25, 0.5, 0.75, 1.0, 1.0, 0.939711, 0.775, 0.55, 0.325, 0.160289, 0.1, 0.1]
 CONFIG = OptimConfig(kind="adamw", lr=1.0, min_lr_ratio=0.1, warmup_steps=4)
@@ -87,11 +87,11 @@ def test_sch_4_the_floor_is_the_end_point_of_the_cosine():
     assert all(earlier > later for earlier, later in zip(tail, tail[1:])) and tail[-1] == 0.1
 
 
-def test_sch_5_a_changed_total_warns_with_both_rates(caplog):
-    with caplog.at_level(logging.WARNING, "llm_from_scratch"): message = warn_if_total_changed(6, CONFIG, saved_total=10, total=20)
-    assert "10 to 20" in message and "0.775 to 0.965746" in message and [record.getMessage() for record in caplog.records] == [message]
-    caplog.clear()
-    assert warn_if_total_changed(6, CONFIG, saved_total=10, total=10) is None and not caplog.records
+def test_sch_5_a_changed_total_is_told_with_both_rates():
+    short, longer = (Config(optim=CONFIG, train={"steps": steps}) for steps in (10, 20))
+    message, = check_resume(short, longer, step=6)
+    assert "from 10 to 20" in message and "from 0.775 to 0.965746" in message
+    assert check_resume(short, short, step=6) == []
 
 
 def test_amp_5_groups_hold_every_trainable_parameter_once():
