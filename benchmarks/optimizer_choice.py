@@ -1,6 +1,6 @@
 """Which optimizer gives the lower validation bits per byte in the default run's time?
 
-    python benchmarks/optimizer_choice.py [--seeds 0 1 2] [--share 1.0]
+    python benchmarks/optimizer_choice.py [--seeds 0 1 2] [--kinds muon adamw] [--threads N]
 
 Both optimizers get the same time: their steps are timed in turn, and AdamW gets as many more steps as it is faster.
 Prints a table and appends a line a run to results/optimizer_choice.jsonl.
@@ -54,23 +54,24 @@ def train_and_score(config: Config, data) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--share", type=float, default=1.0, help="of the default run's steps")
+    parser.add_argument("--kinds", nargs="+", default=list(CHOICES), choices=list(CHOICES), help="train these; both are timed")
+    parser.add_argument("--threads", type=int, default=None, help="of this process; none: all cores")
     options = parser.parse_args()
-    set_threads(None, Ranks())
+    set_threads(options.threads, Ranks())
     keep_freed_memory()
     data, report = prepare_data(Config()), environment_report()
     seconds = step_seconds(data)
-    steps = {kind: round(options.share * Config().train.steps * seconds["muon"] / seconds[kind]) for kind in CHOICES}
+    steps = {kind: round(Config().train.steps * seconds["muon"] / seconds[kind]) for kind in CHOICES}
     print(f"a step of muon takes {seconds['muon'] / seconds['adamw']:.2f} times one of adamw; steps {steps}")
     scores = {kind: [] for kind in CHOICES}
     for seed in options.seeds:
-        for kind in CHOICES:
+        for kind in options.kinds:
             row = {"kind": kind, "seed": seed, **train_and_score(configure(kind, seed, steps[kind]), data)}
             scores[kind].append(row["val_bpb"])
             with RESULTS.open("a") as file:
                 file.write(json.dumps({**row, "step_seconds_ratio": seconds[kind] / seconds["adamw"], "cpu": report.get("cpu"), "torch": report.get("torch")}) + "\n")
             print(f"{kind:6} seed {seed}: {row['val_bpb']:.4f} bits per byte after {row['steps']} steps, {row['tokens']:,} tokens", flush=True)
-    for kind, values in scores.items():
+    for kind, values in ((kind, scores[kind]) for kind in options.kinds):
         print(f"{kind:6} mean {statistics.mean(values):.4f}, lowest {min(values):.4f}, highest {max(values):.4f}")
 
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Perplexity', 'count_words', 'evaluate_loader', 'bits_per_byte', 'plan_windows', 'window_rows', 'check_text_ids',
-           'perplexity', 'is_python', 'complete_function', 'syntax_rate', 'sample_functions', 'read_text',
-           'evaluate_text', 'card_table', 'command_parser', 'main']
+           'perplexity', 'is_python', 'complete_function', 'syntax_rate', 'read_text', 'evaluate_text', 'card_table',
+           'command_parser', 'main']
 
 # %% ../nbs/07_eval.ipynb #ca9f9900
 import argparse
@@ -31,9 +31,10 @@ from torch import nn
 from .artifacts import read_manifest
 from .checkpointing import Run, load_run
 from .config import CommandParser
-from .dataloader import TokenLoader
+from .dataloader import IGNORED, TokenLoader
+from .distributed import next_token_loss
 from .env import UserError, choose_device, read_ranks, run_command
-from .generate import Respelling, check_room, evaluation_mode, generate, heal_prompt, vocabulary_texts
+from .generate import check_room, evaluation_mode
 from .model import cross_entropy
 from .token_shards import TokenShards
 from .tokenizer import Tokenizer
@@ -78,16 +79,13 @@ def evaluate_loader(
     dtype: torch.dtype = torch.float32,     # of matrix products; bfloat16 runs under autocast
 ) -> tuple[float, int]:     # nats and counted tokens of this rank; (0.0, 0) without a batch
     "Sum the negative log-likelihood of all labels but -100; the model's mode is restored."
-    nll_sum, num_tokens = 0.0, 0
+    nll_sum, num_tokens, document_mask = 0.0, 0, getattr(loader, "document_mask", True)
     lower = torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext()
     with evaluation_mode(model), lower:
         for batch in loader:
             batch = batch.to(device)
-            one_document = bool((batch.doc_ids == 0).all())
-            logits = model(batch.inputs, positions=batch.positions, doc_ids=None if one_document else batch.doc_ids)
-            batch_sum, count = cross_entropy(logits.float(), batch.targets)
-            nll_sum += float(batch_sum)
-            num_tokens += int(count)
+            nll_sum += float(next_token_loss(model, batch, document_mask=document_mask))
+            num_tokens += int((batch.targets != IGNORED).sum())
     return nll_sum, num_tokens
 
 # %% ../nbs/07_eval.ipynb #bc643315
@@ -216,28 +214,6 @@ def syntax_rate(
     if not completions:
         raise UserError("there are no completions to parse: ask for at least one")
     return sum(is_python(complete_function(text)) for text in completions) / len(completions)
-
-# %% ../nbs/07_eval.ipynb #825a6165
-def sample_functions(
-    model: nn.Module,       # a Transformer
-    tokenizer: Tokenizer,   # made the model's ids
-    *,
-    num_completions: int,   # rows of the batch
-    max_new_tokens: int,    # a completion's length at most
-    prompt: str = "def ",   # begins each text
-    temperature: float = 0.8,   # as in `generate`
-    top_k: int | None = None,   # as in `generate`
-    top_p: float = 0.95,        # as in `generate`
-    seed: int = 0,              # same seed, same completions
-) -> list[str]:             # prompt and completion, cut where the function ends
-    "Let the model write functions."
-    ids, tail = heal_prompt(tokenizer, prompt)
-    respell = Respelling(vocabulary_texts(tokenizer), tail, num_completions) if tail else None
-    rows = generate(
-        model, [ids] * num_completions, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
-        eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id, seed=seed, respell=respell)
-    begin = prompt.removesuffix(tail)
-    return [complete_function(begin + tokenizer.decode([id for id in row if id != tokenizer.eos_id])) for row in rows]
 
 # %% ../nbs/07_eval.ipynb #2a8cd22f
 def read_text(

@@ -4,11 +4,10 @@
 
 # %% auto #0
 __all__ = ['HEAD_NAMES', 'lr_at', 'param_groups', 'orthogonalize', 'muon_move', 'Muon', 'hidden_matrices', 'MuonWithAdamW',
-           'lr_range', 'build_adamw', 'build_optimizer', 'set_lr', 'warn_if_total_changed', 'clip_gradients',
-           'parameter_names', 'named_state', 'check_named_state', 'load_named_state']
+           'lr_range', 'build_adamw', 'build_optimizer', 'set_lr', 'clip_gradients', 'parameter_names', 'named_state',
+           'check_named_state', 'load_named_state']
 
 # %% ../nbs/03b_optim.ipynb #557d42a5
-import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterable
@@ -60,7 +59,7 @@ def orthogonalize(
     *,
     num_steps: int = 5,      # Newton-Schulz iterations
 ) -> torch.Tensor:           # same shape and dtype, singular values near 1
-    "Level the singular values (0.7 to 1.2) with Jordan's quintic; Keller Jordan et al., Muon, 2024."
+    "Bring singular values from 0.003 of the norm up to between 0.68 and 1.21; Keller Jordan et al., Muon, 2024."
     work = matrices.float() if matrices.device.type == "cpu" else matrices.bfloat16()
     tall = work.size(-2) > work.size(-1)
     if tall: work = work.mT
@@ -162,7 +161,7 @@ def build_adamw(
 ) -> torch.optim.AdamW:
     "AdamW (Loshchilov and Hutter 2019), fused on CPU and CUDA."
     fused = all(p.device.type in ("cpu", "cuda") for group in groups for p in group["params"])
-    groups = [{**group, **lr_range(cfg.lr, cfg)} for group in groups]
+    groups = [{**group, **lr_range(cfg.adamw_lr, cfg)} for group in groups]
     return torch.optim.AdamW(groups, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=fused)
 
 # %% ../nbs/03b_optim.ipynb #13360714
@@ -192,21 +191,6 @@ def set_lr(
     for group in optimizer.param_groups:
         group["lr"] = lr_at(step, peak=group["peak_lr"], floor=group["floor_lr"], warmup=cfg.warmup(total_steps), total=total_steps, kind=cfg.schedule)
     return optimizer.param_groups[-1]["lr"]
-
-# %% ../nbs/03b_optim.ipynb #ce40d812
-def warn_if_total_changed(
-    step: int,           # first step after the resume
-    cfg: OptimConfig,    # peak, floor, warmup
-    *,
-    saved_total: int,    # steps of the run that wrote the checkpoint
-    total: int,          # steps of the run now
-) -> str | None:         # the warning, None where nothing changed
-    "Log a warning that names the old and the new learning rate where the run's length changed."
-    if saved_total == total: return None
-    old, new = (lr_at(step, peak=cfg.lr, floor=cfg.lr * cfg.min_lr_ratio, warmup=cfg.warmup(steps), total=steps) for steps in (saved_total, total))
-    message = f"train.steps changed from {saved_total} to {total}: the learning rate of step {step} goes from {old:.6g} to {new:.6g}"
-    logging.getLogger("llm_from_scratch").warning(message)
-    return message
 
 # %% ../nbs/03b_optim.ipynb #39f3c62d
 def clip_gradients(
