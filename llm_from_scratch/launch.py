@@ -68,7 +68,7 @@ def schedule_lr(
 ) -> float:         # AdamW's learning rate
     "The learning rate of one step under a configuration."
     optim, steps = config.optim, config.train.steps
-    return lr_at(step, peak=optim.lr, floor=optim.lr * optim.min_lr_ratio, warmup=optim.warmup(steps), total=steps, kind=optim.schedule)
+    return lr_at(step, peak=optim.adamw_lr, floor=optim.adamw_lr * optim.min_lr_ratio, warmup=optim.warmup(steps), total=steps, kind=optim.schedule)
 
 # %% ../nbs/07d_launch.ipynb #1e132fa6
 def check_resume(
