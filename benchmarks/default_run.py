@@ -54,6 +54,7 @@ def main() -> None:
         compiled = compile_against_eager(config)
     validations = [row for row in rows if "val_loss" in row]
     report = environment_report()
+    RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps({
         "step": [row["step"] for row in rows], "loss": [round(row["loss"], 4) for row in rows],
         "val_step": [row["step"] for row in validations], "val_loss": [row["val_loss"] for row in validations],

@@ -68,6 +68,7 @@ def main() -> None:
         for kind in options.kinds:
             row = {"kind": kind, "seed": seed, **train_and_score(configure(kind, seed, steps[kind]), data)}
             scores[kind].append(row["val_bpb"])
+            RESULTS.parent.mkdir(exist_ok=True)
             with RESULTS.open("a") as file:
                 file.write(json.dumps({**row, "step_seconds_ratio": seconds[kind] / seconds["adamw"], "cpu": report.get("cpu"), "torch": report.get("torch")}) + "\n")
             print(f"{kind:6} seed {seed}: {row['val_bpb']:.4f} bits per byte after {row['steps']} steps, {row['tokens']:,} tokens", flush=True)

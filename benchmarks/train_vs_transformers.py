@@ -97,6 +97,7 @@ def main() -> None:
     report = environment_report()
     row = {"steps": options.steps, "largest_difference": gap, "tokens_per_second": speed, "ratio": speed["ours"] / speed["transformers"],
            "transformers": transformers.__version__, "torch": report.get("torch"), "cpu": report.get("cpu")}
+    RESULTS.parent.mkdir(exist_ok=True)
     with RESULTS.open("a") as file:
         file.write(json.dumps(row) + "\n")
 
