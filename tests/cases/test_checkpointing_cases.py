@@ -499,9 +499,10 @@ def test_load_run_gives_the_trained_model_and_draws_nothing(tmp_path):
     assert run.tokenizer.fingerprint == tokenizer.fingerprint
 
 
-def test_load_run_refuses_another_tokenizer(tmp_path):
-    make_run(tmp_path, {"tokenizer": "f" * 64})
-    with pytest.raises(UserError, match="trained with tokenizer ffffffffffff"):
+@pytest.mark.parametrize("inputs, found", [({"tokenizer": "f" * 64}, "ffffffffffff"), ({"corpus": "a" * 64}, r"\(not recorded\)")])
+def test_load_run_refuses_another_or_an_unrecorded_tokenizer(tmp_path, inputs, found):
+    make_run(tmp_path, inputs)
+    with pytest.raises(UserError, match=f"made with tokenizer {found}"):
         load_run(tmp_path)
 
 

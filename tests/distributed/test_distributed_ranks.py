@@ -15,12 +15,14 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from llm_from_scratch.config import ModelConfig, OptimConfig
-from llm_from_scratch.dataloader import IGNORED, Batch
-from llm_from_scratch.distributed import (ParityError, all_sum, any_rank, barrier, broadcast_object, check_parity, gather_objects, global_mean,
-                                          next_token_loss, parameter_hashes, prepare, rank_rows)
+from llm_from_scratch.dataloader import IGNORED, Batch, TokenLoader
+from llm_from_scratch.distributed import (ParityError, all_sum, barrier, broadcast_object, check_parity, gather_objects,
+                                          next_token_loss, parameter_hashes, prepare)
 from llm_from_scratch.env import Ranks, UserError
+from llm_from_scratch.eval import evaluate_loader
 from llm_from_scratch.model import Transformer
 from llm_from_scratch.optim import build_optimizer
+from llm_from_scratch.token_shards import open_shards, write_shards
 
 CPU = torch.device("cpu")
 ROWS, SEQ_LEN = 12, 12
@@ -116,30 +118,34 @@ def test_dist_5_one_sync_a_step_and_equal_gradients():
     assert run_ranks(count_syncs, 2, (4, 4, 1, 3)) == [[(1, pytest.approx(1.5), pytest.approx(1.0, abs=1e-5))] * 4] * 2
 
 
-def ten_samples(ranks):
-    mine = rank_rows(10, ranks)
-    return global_mean(sum(float(row) ** 2 for row in mine), len(mine)), len(mine)
+def write_rows(folder, num_rows):
+    ids = torch.randint(32, (num_rows * SEQ_LEN + 1,), generator=torch.Generator().manual_seed(num_rows)).tolist()
+    write_shards([ids], folder, vocab_size=32, tokenizer_fingerprint="none")
+    return folder
 
 
-def test_dist_9_ten_samples_on_four_ranks_count_once():
-    assert run_ranks(ten_samples, 4) == [((28.5, 10), count) for count in (3, 3, 2, 2)]
-
-
-def one_batch(ranks):
+def evaluate(ranks, folder):
+    "Loss and targets over all ranks, this rank's targets, and whether the next training step was skipped."
     engine = make_engine(ranks)
-    train(engine, ranks, range(2))
-    total, count = 0.0, 0
-    with torch.no_grad():
-        for _ in rank_rows(1, ranks):
-            batch = make_part(0, [0, 1], counted=SEQ_LEN)
-            total, count = next_token_loss(engine.model, batch).item(), 2 * SEQ_LEN
-    return global_mean(total, count), (total, count), train(engine, ranks, [2])[0].skipped
+    for step in range(2): engine.train_step(parts_of(step, ranks, micro_batch=1))
+    loader = TokenLoader(open_shards(folder), batch_size=2, seq_len=SEQ_LEN, rank=ranks.rank, world_size=ranks.world_size, shuffle=False)
+    mine = evaluate_loader(engine.model, loader, CPU)
+    total, count = (all_sum(part) for part in mine)
+    return total / count, count, mine[1], engine.train_step(parts_of(2, ranks, micro_batch=1)).skipped
 
 
-def test_trn_7_one_validation_batch_on_two_ranks():
-    first, second = run_ranks(one_batch, 2)
-    assert first[0] == second[0] == (pytest.approx(first[1][0] / first[1][1]), 2 * SEQ_LEN)
-    assert second[1] == (0.0, 0) and not first[2] and not second[2]
+def test_dist_9_ten_samples_on_four_ranks_count_once(tmp_path):
+    folder = write_rows(tmp_path / "val", 10)
+    everyone, expected = run_ranks(evaluate, 4, folder), evaluate(Ranks(), folder)
+    assert [found[:2] for found in everyone] == [(pytest.approx(expected[0], rel=1e-5), 10 * SEQ_LEN)] * 4
+    assert [found[2] for found in everyone] == [4 * SEQ_LEN] + [2 * SEQ_LEN] * 3
+
+
+def test_trn_7_one_validation_batch_on_two_ranks(tmp_path):
+    folder = write_rows(tmp_path / "val", 2)
+    (first, second), expected = run_ranks(evaluate, 2, folder), evaluate(Ranks(), folder)
+    assert first[:2] == second[:2] == (pytest.approx(expected[0], rel=1e-5), 2 * SEQ_LEN)
+    assert (first[2], second[2]) == (2 * SEQ_LEN, 0) and not first[3] and not second[3]
 
 
 def empty_on_one_rank(ranks):
@@ -263,14 +269,14 @@ def talk(ranks):
     value = torch.full((2,), float(ranks.rank))
     summed = all_sum(value)
     barrier()
-    return (all_sum(ranks.rank), all_sum(0.5), summed.tolist(), value.tolist(), any_rank(ranks.rank == 2), any_rank(False),
+    return (all_sum(ranks.rank), all_sum(0.5), summed.tolist(), value.tolist(),
             gather_objects({"rank": ranks.rank}), gather_objects(ranks.rank, everywhere=True), broadcast_object(f"from {ranks.rank}"))
 
 
 def test_small_talk_between_three_ranks():
     for rank, answer in enumerate(run_ranks(talk, 3)):
         everyone = [{"rank": number} for number in range(3)]
-        assert answer == (3, 1.5, [3.0, 3.0], [float(rank)] * 2, True, False, everyone if rank == 0 else None, [0, 1, 2], "from 0")
+        assert answer == (3, 1.5, [3.0, 3.0], [float(rank)] * 2, everyone if rank == 0 else None, [0, 1, 2], "from 0")
 
 
 def stuck(ranks):
