@@ -394,9 +394,7 @@ def load_run(
     config, tokenizer = build_config(read_yaml(run_dir / "config.yaml")), Tokenizer.load(run_dir / "tokenizer")
     path = latest_checkpoint(run_dir / "checkpoints")
     if path is None: raise UserError(f"{run_dir} has no good checkpoint yet; train until the first one, or look with `checkpointing list`")
-    made_with = read_manifest(path)["inputs"].get("tokenizer", tokenizer.fingerprint)
-    if made_with != tokenizer.fingerprint:
-        raise UserError(f"{path} was trained with tokenizer {made_with[:12]}, but {run_dir / 'tokenizer'} is {tokenizer.fingerprint[:12]}")
+    require_inputs(read_manifest(path), where=str(path), tokenizer=tokenizer.fingerprint)
     shape = config.model.model_copy(update={"vocab_size": config.model.vocab_size or tokenizer.vocab_size})
     with torch.random.fork_rng(devices=[]): model = Transformer(shape).eval()
     load_checkpoint(path, {"model": model}, verify=False)
