@@ -1,6 +1,6 @@
 """Which optimizer gives the lower validation bits per byte in the default run's time?
 
-    python benchmarks/optimizer_choice.py [--seeds 0 1 2] [--kinds muon adamw] [--threads N]
+    python benchmarks/optimizer_choice.py [--seeds 0 1 2] [--kinds muon adamw] [--threads N] [--ratio R]
 
 Both optimizers get the same time: their steps are timed in turn, and AdamW gets as many more steps as it is faster.
 Prints a table and appends a line a run to results/optimizer_choice.jsonl.
@@ -56,11 +56,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--kinds", nargs="+", default=list(CHOICES), choices=list(CHOICES), help="train these; both are timed")
     parser.add_argument("--threads", type=int, default=None, help="of this process; none: all cores")
+    parser.add_argument("--ratio", type=float, default=None, help="seconds of a muon step over an adamw step, where it was timed before")
     options = parser.parse_args()
     set_threads(options.threads, Ranks())
     keep_freed_memory()
     data, report = prepare_data(Config()), environment_report()
-    seconds = step_seconds(data)
+    seconds = {"muon": options.ratio, "adamw": 1.0} if options.ratio else step_seconds(data)
     steps = {kind: round(Config().train.steps * seconds["muon"] / seconds[kind]) for kind in CHOICES}
     print(f"a step of muon takes {seconds['muon'] / seconds['adamw']:.2f} times one of adamw; steps {steps}")
     scores = {kind: [] for kind in CHOICES}
