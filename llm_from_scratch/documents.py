@@ -67,7 +67,10 @@ def document_id(
     "The name of the document that a file holds."
     path = Path(path)
     root = stdlib_folder()
-    return (path.relative_to(root) if path.is_relative_to(root) else path).as_posix()
+    return _printable((path.relative_to(root) if path.is_relative_to(root) else path).as_posix())
+
+def _printable(name: str) -> str:
+    return name.encode("utf-8", "backslashreplace").decode("utf-8")
 
 # %% ../nbs/00d_documents.ipynb #823a7f56
 KEPT, HELD_OUT = "#kept", "#held-out" # ends of the names of a document that was cut in two
@@ -164,7 +167,8 @@ def document_from_row(
     "The document that a row describes; fields of a wrong type are left out."
     if not isinstance(row, dict) or not isinstance(row.get("text"), str): return Skipped(where, "no_text")
     fields = {name: row[name] for name, kind in OPTIONAL_FIELDS.items() if isinstance(row.get(name), kind)}
-    return Document(where if row.get("id") is None else str(row["id"]), row["text"], **fields)
+    fields = {name: _printable(value) if isinstance(value, str) else value for name, value in fields.items()}
+    return Document(where if row.get("id") is None else _printable(str(row["id"])), row["text"], **fields)
 
 # %% ../nbs/00d_documents.ipynb #157fdfb5
 def read_jsonl(
@@ -181,7 +185,7 @@ def _read_line(line: bytes, where: str) -> Document | Skipped:
     if not line.strip(): return Skipped(where, "empty")
     try: return document_from_row(json.loads(line.decode("utf-8").removeprefix("\ufeff")), where)
     except UnicodeDecodeError: return Skipped(where, "not_utf8")
-    except (json.JSONDecodeError, RecursionError): return Skipped(where, "bad_json")
+    except (ValueError, RecursionError): return Skipped(where, "bad_json") # also a number of too many digits
 
 # %% ../nbs/00d_documents.ipynb #c1e7100c
 def read_parquet(

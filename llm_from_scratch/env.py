@@ -54,7 +54,7 @@ class UserError(ValueError):
 def run_command(
     main: Callable[[list[str]], int | None], # gets the arguments without the program's name
 ):
-    "Run a command's `main` and exit with its code; UserError becomes one line and code 2."
+    "Run a command's `main` and exit with its code; UserError, and a file that refuses, become one line and code 2."
     try:
         code = main(sys.argv[1:]) or 0
         sys.stdout.flush()
@@ -66,6 +66,10 @@ def run_command(
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
+    except OSError as error:
+        if error.filename is None: raise
+        print(f"error: {error.filename}: {error.strerror}; check the path, its rights and the space left", file=sys.stderr)
+        code = 2
     sys.stderr.flush()
     sys.exit(code)
 

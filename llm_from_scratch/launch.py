@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from .artifacts import read_json, write_atomic, write_json
-from .checkpointing import latest_checkpoint
+from .checkpointing import latest_checkpoint, list_checkpoints
 from llm_from_scratch.config import (
     CommandParser, Config, add_config_options, build_config, chosen_values, config_hash, load_preset, read_yaml, replace, to_yaml,
 )
@@ -78,6 +78,7 @@ def check_resume(
 ) -> list[str]:  # notes for the user
     "Refuse a change that would break the curve (UserError); tell of a change of length."
     notes = []
+    if new.train.steps < step: raise UserError(f"train.steps {new.train.steps} is below the {step} steps already done; ask for more, or start a new run")
     for key, was, wanted in changed_keys(old, new):
         if key not in FREE_ON_RESUME and key.partition(".")[0] not in FREE_ON_RESUME:
             raise UserError(f"the run has {key} = {was}, asked for is {wanted}; resume with the former, or start a new run (--train.init-from takes the weights)")
@@ -125,7 +126,10 @@ def checkpoint_to_resume(
 ) -> Path | None:       # None: start from step 0
     "The checkpoint that a resume starts from; UserError where a named one is missing."
     if resume is None: return None
-    if resume == "auto": return latest_checkpoint(run_dir / "checkpoints", kind="full")
+    if resume == "auto":
+        newest, all_of_them = latest_checkpoint(run_dir / "checkpoints", kind="full"), list_checkpoints(run_dir / "checkpoints")
+        if all_of_them and newest is None: raise UserError(f"none of the {len(all_of_them)} checkpoints of {run_dir} is whole; look with `python -m llm_from_scratch.checkpointing list {run_dir}`, or start in another --run-dir")
+        return newest
     if not Path(resume).is_dir(): raise UserError(f"there is no checkpoint {resume}; --resume auto takes the newest whole one")
     return Path(resume)
 

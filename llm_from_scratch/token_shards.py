@@ -9,6 +9,7 @@ __all__ = ['MAX_VOCAB_SIZE', 'DEFAULT_SHARD_TOKENS', 'SPLITS', 'token_dtype', 't
            'cached_shards']
 
 # %% ../nbs/02a_token_shards.ipynb #a8b84b3d
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from .tokenizer import Tokenizer
 # %% ../nbs/02a_token_shards.ipynb #ff3fcf05
 MAX_VOCAB_SIZE = {"uint16": 2**16, "uint32": 2**32}
 
+# %% ../nbs/02a_token_shards.ipynb #657ac1ef
 def token_dtype(
     vocab_size: int,      # number of different ids, the largest is vocab_size - 1
     dtype: str = "auto",  # "uint16", "uint32", or the narrower that suffices
@@ -267,6 +269,7 @@ def encode_documents(
 # %% ../nbs/02a_token_shards.ipynb #5c247dae
 SPLITS = ("train", "val")
 
+# %% ../nbs/02a_token_shards.ipynb #7226e8fe
 def split_of(
     document_id: str,    # name of the document
     val_fraction: float, # share of documents held out
@@ -313,12 +316,13 @@ def cached_shards(
     split: str,             # "train" or "val"
     cache_dir: str | Path,  # root of the cache
 ) -> TokenShards:
-    "A split's shards, written at the first call; raises UserError where the split has no document."
+    "A split's shards, written at the first call and again where they are damaged; UserError where the split has no document."
     if split not in SPLITS: raise UserError(f"split {split}: it is one of {', '.join(SPLITS)}")
     corpus = inputs_hash(files)
     folder = Path(cache_dir) / "shards" / shards_key(cfg, tokenizer, corpus)[:24]
     with Lock(folder.with_suffix(".lock"), wait=True):
-        if not folder.exists():
+        if any(not (folder / name).exists() or verify_manifest(folder / name) for name in SPLITS):
+            shutil.rmtree(folder, ignore_errors=True)
             reading = Counter()
             write_splits(read_corpus(files, cfg.val_fraction, reading), tokenizer, folder, cfg=cfg, reading=reading, inputs={"corpus": corpus})
     if not (folder / split).exists(): raise UserError(f"the {split} split of {len(files)} file(s) is empty: a text of one character can't be split; give more text")

@@ -187,3 +187,14 @@ def test_the_standard_library_leaves_tests_out():
     assert "json/decoder.py" in names and "__future__.py" in names
     assert not [name for name in names if name.startswith("/") or "/tests/" in name or name.startswith("test/")]
     assert not [name for name in names if "site-packages" in name or "_sysconfigdata" in name]
+
+
+def test_odd_json_lines_cost_themselves_only(tmp_path):
+    file = tmp_path / "odd.jsonl"
+    file.write_text('{"text": "a", "n": ' + "9" * 5000 + '}\n{"id": "half \\ud800", "source": "\\ud800", "text": "b"}\n{"text": "c"}\n')
+    tally = Counter()
+    found = list(d.read_documents([file], tally))
+    assert [document.text for document in found] == ["b", "c"]
+    assert tally["bad_json"] == 1 and tally["read"] == 3
+    for document in found:
+        (document.id + (document.source or "")).encode("utf-8")

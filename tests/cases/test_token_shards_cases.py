@@ -185,3 +185,14 @@ def test_documents_left_out_are_counted_in_the_manifest(tmp_path):
     shards = cached_shards(DataConfig(val_fraction=0.3), ByteTokenizer(), sorted(tmp_path.glob("*.txt")), "train", tmp_path / "cache")
     reading = shards.manifest["extra"]["reading"]
     assert reading["read"] == 11 and reading["kept"] == reading["encoded"] == 10
+
+
+def test_a_damaged_cache_is_written_again(tmp_path):
+    page = tmp_path / "page.txt"
+    page.write_text("some words\n" * 200)
+    first = cached_shards(DataConfig(), ByteTokenizer(), [page], "train", tmp_path / "cache")
+    file, tokens = next(first.path.glob("*.bin")), first.shards[0].tolist()
+    data = bytearray(file.read_bytes())
+    data[10] ^= 1
+    file.write_bytes(data)
+    assert cached_shards(DataConfig(), ByteTokenizer(), [page], "train", tmp_path / "cache").shards[0].tolist() == tokens

@@ -200,3 +200,34 @@ def test_trn_10_without_a_compiler_one_line_says_so_and_it_trains(options, tmp_p
     assert code == 0
     assert captured.err.splitlines() == ["torch.compile is off: there is no C++ compiler"]
     assert len(losses(tmp_path / "run")) == 2
+
+
+def test_fewer_steps_than_done_are_refused(undisturbed):
+    with pytest.raises(UserError, match="train.steps 5 is below the 60 steps already done"):
+        train.main(["--run-dir", str(undisturbed), "--resume", "auto", "--train.steps", "5"])
+
+
+def test_checkpoints_that_are_all_damaged_are_not_trained_over(options, tmp_path):
+    run_dir = tmp_path / "run"
+    assert train.main([*options, "--train.steps", "4", "--checkpoint.every-steps", "2", "--run-dir", str(run_dir)]) == 0
+    for weights in run_dir.glob("checkpoints/*/model.safetensors"):
+        weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    with pytest.raises(UserError, match="none of the 2 checkpoints"):
+        train.main(["--run-dir", str(run_dir), "--resume", "auto"])
+
+
+def test_a_run_dir_that_is_a_file_is_one_line(options, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, out, err = finish(start([*options, "--run-dir", tmp_path / "file"]))
+    assert code == 2
+    assert err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_brackets_in_the_folder_name_are_printed(options, tmp_path):
+    code, out, err = finish(start([*options, "--train.steps", "2", "--run-dir", tmp_path / "a [bold]run"]))
+    assert code == 0, err
+    assert "a [bold]run/report/index.html" in out.replace("\n", "")
+
+
+def test_rows_of_one_token_train(options, tmp_path):
+    assert train.main([*options, "--train.seq-len", "1", "--model.max-seq-len", "1", "--train.steps", "2", "--run-dir", str(tmp_path / "run")]) == 0
