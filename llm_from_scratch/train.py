@@ -12,7 +12,6 @@ __all__ = ['PROGRESS', 'MAX_SKIPPED_STEPS', 'CODE_PROMPTS', 'FOLDER', 'Data', 'p
 import os
 import shlex
 import sys
-import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -39,13 +38,13 @@ from llm_from_scratch.env import (
     read_ranks, run_command, seed_everything, set_debug, set_deterministic, why_not_compile,
 )
 from .eval import bits_per_byte, evaluate_loader, syntax_rate
-from .generate import Respelling, generate, heal_prompt, vocabulary_texts
+from .generate import complete
 from llm_from_scratch.launch import (
     DIVERGED, DONE, STOPPED, USER_ERROR, StopRequest, check_resume, check_same_data, checkpoint_to_resume, claim_folder, keep_freed_memory,
     remember_stop, repeated_stop, resolve, set_threads, weights_to_start_from, write_run_folder,
 )
 from .model import Transformer, check_shapes, count_parameters
-from .monitoring import MetricsWriter, progress_bar, write_report
+from .monitoring import MetricsWriter, Throughput, progress_bar, write_report
 from .optim import build_optimizer, set_lr
 from .token_shards import TokenShards, cached_shards
 from .tokenizer import Tokenizer, cached_tokenizer
@@ -186,25 +185,24 @@ def is_finite(
 def fit(
     training: Training,              # at any step; changed in place
     run_dir: Path,                   # gets the checkpoints
-    observe: Callable[..., None],    # called after each step with its number and values
+    observe: Callable[..., None],    # called after each step with its number, the open throughput window and its values
     stop: StopRequest,               # asked once a step
 ) -> int:                            # DONE, STOPPED or DIVERGED
     "Train until the last step, a stop, or divergence."
-    config, in_a_row = training.config, 0
+    config, in_a_row, throughput = training.config, 0, Throughput()
     for batch in endless(training.loader):
-        if training.step == config.train.steps: return DONE
-        began = time.perf_counter()
+        if training.step >= config.train.steps: return DONE
         rate = set_lr(training.engine.optimizer, training.step, config.optim, config.train.steps)
         result = training.engine.train_step(split_batch(batch, config.train.micro_batch), stop=stop.reason is not None)
-        seconds = time.perf_counter() - began
+        throughput.add(result.num_tokens)
         training.step, training.tokens = training.step + 1, training.tokens + result.num_tokens
         training.skipped, in_a_row = training.skipped + result.skipped, in_a_row + 1 if result.skipped else 0
-        last = training.step == config.train.steps or result.stop
-        values = validate(training) if last or training.step % config.eval.every_steps == 0 else {}
-        observe(training.step, loss=result.loss, lr=rate, grad_norm=result.grad_norm, tokens=training.tokens,
-                tokens_per_second=result.num_tokens / seconds, step_seconds=seconds, **values)
+        last = training.step >= config.train.steps or result.stop
+        with throughput.paused(): values = validate(training) if last or training.step % config.eval.every_steps == 0 else {}
+        observe(training.step, throughput=throughput, loss=result.loss, lr=rate, grad_norm=result.grad_norm, tokens=training.tokens, **values)
         if in_a_row == MAX_SKIPPED_STEPS or (in_a_row and not is_finite(training.model)): return DIVERGED
-        if last or training.step % config.checkpoint.every_steps == 0: save(training, run_dir)
+        with throughput.paused():
+            if last or training.step % config.checkpoint.every_steps == 0: save(training, run_dir)
         if result.stop: return STOPPED
 
 # %% ../nbs/09_train.ipynb #e5b32065
@@ -212,17 +210,14 @@ def write_on(
     training: Training, # its model, tokenizer and sampling options
     prompt: str,        # text to go on from
     count: int,         # continuations
-    new_tokens: int,    # of each, at most; less where the model's window ends
+    new_tokens: int,    # of each, at most
     seed: int = 0,      # same seed, same texts
 ) -> list[str]:         # prompt and continuation
-    "Continue a prompt several times with the run's sampling options."
-    options, tokenizer = training.config.eval, training.data.tokenizer
-    ids, tail = heal_prompt(tokenizer, prompt)
-    room = min(new_tokens, training.model.cfg.max_seq_len - len(ids))
-    respell = Respelling(vocabulary_texts(tokenizer), tail, count) if tail else None
-    answers = generate(training.model, [ids] * count, max_new_tokens=room, temperature=options.temperature, top_k=options.top_k,
-                       top_p=options.top_p, eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id, seed=seed, respell=respell)
-    return [tokenizer.decode(ids + answer) for answer in answers]
+    "Continue a prompt several times as the configuration says."
+    options, room = training.config.eval, training.model.cfg.max_seq_len - len(training.data.tokenizer.encode(prompt, bos=True))
+    if room < 1: return [prompt] * count
+    return complete(training.model, training.data.tokenizer, prompt, count=count, max_new_tokens=min(new_tokens, room),
+                    temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=seed)
 
 # %% ../nbs/09_train.ipynb #e644928e
 CODE_PROMPTS = ("def ", "class ", "import ")
@@ -279,13 +274,14 @@ FOLDER = {"report": "report/index.html", "checkpoints": "checkpoints", "metrics"
           "log": "log.jsonl", "configuration": "config.yaml", "tokenizer": "tokenizer"} # what lies where in a run's folder
 
 def next_commands(
-    run_dir: Path,    # of a finished or stopped run
-) -> dict[str, str]:  # name -> shell command
+    run_dir: Path,          # of a finished or stopped run
+    prompt: str = "def ",   # text to go on from
+) -> dict[str, str]:        # name -> shell command
     "The three commands to try after a run."
     where, python = shlex.quote(str(run_dir)), "python -m llm_from_scratch"
     return {
         "resume": f"torchrun -m llm_from_scratch.train --run-dir {where} --resume auto",
-        "generate": f'{python}.generate --run-dir {where} --prompt "def "',
+        "generate": f"{python}.generate --run-dir {where} --prompt {shlex.quote(prompt)}",
         "evaluate": f"{python}.eval --run-dir {where} --text README.md",
     }
 
@@ -295,6 +291,7 @@ def show_end(
     run_dir: Path,       # named in the table
     figures: dict,       # name -> number
     samples: list[str],  # generated texts
+    prompt: str,         # what the first of them began with
 ) -> None:
     "Samples, figures, where everything lies, and what to do next."
     for number, text in enumerate(samples, 1):
@@ -304,9 +301,8 @@ def show_end(
     for name, value in figures.items(): table.add_row(name, f"{value:,.4f}" if isinstance(value, float) else f"{value:,}")
     table.add_section()
     for name, place in FOLDER.items(): table.add_row(name, str(run_dir / place))
-    table.add_section()
-    for name, command in next_commands(run_dir).items(): table.add_row(name, command)
     console.print(table)
+    for name, command in next_commands(run_dir, prompt).items(): console.print(f"{name:9} {command}", soft_wrap=True, markup=False, highlight=False)
 
 # %% ../nbs/09_train.ipynb #5dfcd647
 def watch_and_fit(
@@ -319,8 +315,11 @@ def watch_and_fit(
     log.info("start", extra={"step": training.step})
     metrics = MetricsWriter(run_dir, ranks=ranks, resume_step=training.step, tensorboard=config.log.tensorboard)
     with StopRequest() as stop, metrics, progress_bar(config.train.steps, ranks, console=console, start=training.step) as bar:
-        def observe(step, **values):
-            if step % config.log.every_steps == 0 or "val_loss" in values: metrics.log(step, **values)
+        def observe(step, throughput, **values):
+            if step % config.log.every_steps == 0 or "val_loss" in values:
+                window, num_steps = throughput.window(), step - metrics.last_step
+                values |= {"tokens_per_second": window.tokens_per_second, "step_seconds": window.seconds / num_steps}
+                metrics.log(step, **values)
             if "val_loss" in values: log.info("validation", extra={"step": step, **training.last_val})
             bar.update(step, **values)
         code = fit(training, run_dir, observe, stop)
@@ -337,7 +336,8 @@ def tell(
     figures, samples = closing_evaluation(training)
     write_report(run_dir, title=run_dir.name, summary=figures, samples=samples)
     write_json(run_dir / "summary.json", {**figures, "samples": samples})
-    show_end(console, run_dir, figures, samples)
+    prompt = "".join(sample_prompts(training, 1)[:1]).splitlines() or ["def "]
+    show_end(console, run_dir, figures, samples, prompt[0])
 
 # %% ../nbs/09_train.ipynb #e2ed59f6
 def run(
@@ -350,7 +350,7 @@ def run(
     console: Console | None = None, # None: the terminal, on rank 0 only
 ) -> int:                           # exit code
     "One training run from text to report."
-    console = console or Console(quiet=not ranks.is_main, soft_wrap=True)
+    console = console or Console(quiet=not ranks.is_main, soft_wrap=True, markup=False)
     claim_folder(run_dir, resume_from)
     start = broadcast_object(checkpoint_to_resume(run_dir, resume_from) if ranks.is_main else None)
     notes = check_resume(old, config, checkpoint_step(start) if start else 0) if old else []

@@ -211,7 +211,7 @@ def test_checkpoints_that_are_all_damaged_are_not_trained_over(options, tmp_path
     run_dir = tmp_path / "run"
     assert train.main([*options, "--train.steps", "4", "--checkpoint.every-steps", "2", "--run-dir", str(run_dir)]) == 0
     for weights in run_dir.glob("checkpoints/*/model.safetensors"):
-        weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+        weights.write_bytes(weights.read_bytes()[:-1] + b"!")
     with pytest.raises(UserError, match="none of the 2 checkpoints"):
         train.main(["--run-dir", str(run_dir), "--resume", "auto"])
 
@@ -226,7 +226,7 @@ def test_a_run_dir_that_is_a_file_is_one_line(options, tmp_path):
 def test_brackets_in_the_folder_name_are_printed(options, tmp_path):
     code, out, err = finish(start([*options, "--train.steps", "2", "--run-dir", tmp_path / "a [bold]run"]))
     assert code == 0, err
-    assert "a [bold]run/report/index.html" in out.replace("\n", "")
+    assert "a [bold]run' --resume auto" in out
 
 
 def test_rows_of_one_token_train(options, tmp_path):
