@@ -105,7 +105,9 @@ def resolve(
     options = command_parser().parse_args(args)
     if options.resume and not options.run_dir: raise UserError("--resume needs --run-dir: the folder of the run to go on with")
     saved = Path(options.run_dir) / "config.yaml" if options.resume else None
-    old = build_config(read_yaml(saved)) if saved and saved.exists() else None
+    kept = read_yaml(saved) if saved and saved.exists() else None
+    if kept == {}: raise UserError(f"{saved} is empty: write the run's configuration back, or start in another --run-dir")
+    old = build_config(kept) if kept else None
     if old and not (options.preset or options.config): base = [old.model_dump()]
     else: base = [load_preset(options.preset or "tiny"), read_yaml(options.config) if options.config else {}]
     return options, build_config(*base, chosen_values(options)), old
@@ -179,10 +181,10 @@ def check_same_data(
 ) -> None:                     # silent where nothing changed
     "On a resume: refuse text or a tokenizer that changed since the run began (UserError with both hashes)."
     if not (run_dir / "data.json").exists(): return
-    before = read_json(run_dir / "data.json")["manifests"]
+    before = read_json(run_dir / "data.json").get("manifests", {})
     for name, now in manifests.items():
-        if before[name] != now:
-            raise UserError(f"the {name} data changed since {run_dir} began: it was {before[name][:12]}, now {now[:12]}; restore the text, or start a new run")
+        if before.get(name) != now:
+            raise UserError(f"the {name} data changed since {run_dir} began: it was {str(before.get(name))[:12]}, now {now[:12]}; restore the text, or start a new run")
 
 # %% ../nbs/07d_launch.ipynb #0445e889
 def remember_stop(

@@ -362,7 +362,8 @@ def run(
     fingerprint = write_run_folder(run_dir, config, data.tokenizer, data.manifests, environment_report()) if ranks.is_main else {}
     if ranks.is_main: show_start(console, training, fingerprint, notes)
     code = watch_and_fit(training, run_dir, console)
-    if code == DONE and ranks.is_main: tell(training, run_dir, console)
+    with StopRequest(): # a signal now would cost the report of a finished run
+        if code == DONE and ranks.is_main: tell(training, run_dir, console)
     if code == STOPPED: console.print(f"stopped after step {training.step}, saved; go on with: {next_commands(run_dir)['resume']}")
     if code == DIVERGED: console.print(f"diverged at step {training.step}: steps are not finite; the newest checkpoint is from before")
     barrier()

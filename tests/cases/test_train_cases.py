@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -231,3 +232,14 @@ def test_brackets_in_the_folder_name_are_printed(options, tmp_path):
 
 def test_rows_of_one_token_train(options, tmp_path):
     assert train.main([*options, "--train.seq-len", "1", "--model.max-seq-len", "1", "--train.steps", "2", "--run-dir", str(tmp_path / "run")]) == 0
+
+
+def test_an_emptied_run_folder_is_refused_in_words(options, undisturbed, tmp_path):
+    run_dir = tmp_path / "copy"
+    shutil.copytree(undisturbed, run_dir)
+    (run_dir / "data.json").write_text("{}")
+    with pytest.raises(UserError, match="it was None"):
+        train.main(["--run-dir", str(run_dir), "--resume", "auto"])
+    (run_dir / "config.yaml").write_text("")
+    with pytest.raises(UserError, match="config.yaml is empty"):
+        train.main(["--run-dir", str(run_dir), "--resume", "auto"])
