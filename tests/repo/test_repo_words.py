@@ -17,7 +17,7 @@ def tracked_files() -> list[str]:
     return [path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*") if path.is_file() and not skip & set(path.parts)]
 
 
-def test_no_path_of_a_workplace():
+def test_no_path_of_the_machine():
     found = []
     for name in tracked_files():
         path = ROOT / name
