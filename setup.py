@@ -24,8 +24,7 @@ setup(
     include_package_data=True,
     install_requires=settings["requirements"].split(),
     extras_require={
-        "dev": settings["dev_requirements"].split(),
-        "bench": settings["bench_requirements"].split(),
+        name.removesuffix("_requirements"): text.split() for name, text in settings.items() if name.endswith("_requirements")
     },
     zip_safe=False,
 )

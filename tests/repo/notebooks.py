@@ -129,10 +129,10 @@ def public_definitions(cell: Cell) -> list[ast.AST]:
     return [node for node in definitions(cell) if not node.name.startswith("_")]
 
 
-def imported_modules(tree: ast.AST) -> set[str]:
-    "Every module that the code imports, wherever the import stands; a relative one keeps its dots."
+def imported_modules(tree: ast.Module, *, deep: bool = True) -> set[str]:
+    "Every module that the code imports, inside functions too unless not deep; a relative one keeps its dots."
     found = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(tree) if deep else tree.body:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

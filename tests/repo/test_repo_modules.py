@@ -25,7 +25,7 @@ from notebooks import (
 MODULES = modules_in_order()
 DEVELOPMENT_ONLY = {"nbdev", "fastcore", "execnb", "IPython", "jupyter_client", "nbclient", "pytest"}
 SET_BY_TOOLS = {"IN_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"}
-DISTRIBUTION_OF = {"yaml": "PyYAML"}
+DISTRIBUTION_OF = {"yaml": "PyYAML", "fasttext": "fasttext_predict"}
 
 
 def exported_imports(nb) -> set[str]:
@@ -45,17 +45,30 @@ def test_a_module_imports_only_from_earlier_notebooks():
     assert not faults, "\n".join(faults)
 
 
+def distributions(text: str) -> set[str]:
+    return {re.match(r"[\w-]+", name).group().lower().replace("-", "_") for name in text.split()}
+
+
 def test_exported_code_imports_only_what_the_package_requires():
-    settings = ConfigParser(delimiters=["="])
-    settings.read(ROOT / "settings.ini", encoding="utf-8")
-    required = {re.match(r"[\w-]+", name).group().lower().replace("-", "_") for name in settings["DEFAULT"]["requirements"].split()}
+    parser = ConfigParser(delimiters=["="])
+    parser.read(ROOT / "settings.ini", encoding="utf-8")
+    settings = parser["DEFAULT"]
+    required = distributions(settings["requirements"])
+    by_extra = distributions(" ".join(text for name, text in settings.items() if name.endswith("_requirements") and not name.startswith("dev")))
     faults = []
     for nb in MODULES:
-        for top in sorted({name.split(".")[0] for name in exported_imports(nb)} - {"", PACKAGE}):
+        at_start = set().union(*[imported_modules(cell.tree(), deep=False) for cell in nb.exported] or [set()])
+        for name in sorted(exported_imports(nb)):
+            top = name.split(".")[0]
+            library = DISTRIBUTION_OF.get(top, top).lower()
             if top in DEVELOPMENT_ONLY:
                 faults.append(f"{nb.name}: exported code imports {top}, a development tool")
-            elif top not in sys.stdlib_module_names and DISTRIBUTION_OF.get(top, top).lower() not in required:
+            elif top in {"", PACKAGE} or top in sys.stdlib_module_names or library in required:
+                continue
+            elif library not in by_extra:
                 faults.append(f"{nb.name}: exported code imports {top}, which settings.ini does not require")
+            elif name in at_start:
+                faults.append(f"{nb.name}: {top} comes by an extra; import it inside the function that needs it")
     assert not faults, "\n".join(faults)
 
 
