@@ -104,8 +104,14 @@ def _matching_files(pattern: str) -> list[Path]:
     return sorted(files, key=Path.as_posix)
 
 def _files_below(folder: Path) -> list[Path]:
+    if _is_corpus(folder): return sorted(folder.glob("*.parquet")) # not its rejections and its report
     files = [path for path in folder.rglob("*") if path.is_file()]
     return [path for path in files if not any(part[0] == "." or part == "__pycache__" for part in path.relative_to(folder).parts)]
+
+def _is_corpus(folder: Path) -> bool:
+    try: manifest = json.loads((folder / "manifest.json").read_bytes())
+    except (OSError, ValueError): return False
+    return isinstance(manifest, dict) and manifest.get("kind") == "corpus"
 
 # %% ../nbs/00d_documents.ipynb #f769a785
 def corpus_files(
