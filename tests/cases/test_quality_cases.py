@@ -10,6 +10,7 @@ from pydoc_data.topics import topics
 
 import pytest
 
+from llm_from_scratch import config
 from llm_from_scratch import quality as q
 from llm_from_scratch.env import UserError
 
@@ -80,8 +81,8 @@ def test_every_reason_has_a_sentence_and_an_option():
 
 def test_the_published_thresholds_are_the_defaults():
     assert (CFG.gopher_min_words, CFG.gopher_max_words, CFG.gopher_max_duplicate_lines) == (50, 100_000, 0.3)
-    assert CFG.gopher_max_top_grams == (0.20, 0.18, 0.16)
-    assert CFG.gopher_max_duplicate_grams == (0.15, 0.14, 0.13, 0.12, 0.11, 0.10)
+    assert CFG.gopher_max_top_grams == [0.20, 0.18, 0.16]
+    assert CFG.gopher_max_duplicate_grams == [0.15, 0.14, 0.13, 0.12, 0.11, 0.10]
     assert (CFG.fineweb_min_line_punctuation, CFG.fineweb_max_duplicate_line_chars, CFG.fineweb_max_short_lines) == (0.12, 0.1, 0.67)
 
 
@@ -190,3 +191,14 @@ def test_no_text_takes_long(text):
     q.judge(q.score_text(q.clean_lines(text, CFG, Counter()), "en"), "en", CFG)
     q.chunk_text(text)
     assert time.process_time() - began < 8
+
+
+def test_every_option_can_be_given_on_a_command_line():
+    parser = config.CommandParser()
+    config.add_config_options(parser, q.QualityConfig)
+    given = "--off c4 gopher_hashes --reference en=a.txt de=b.txt --gopher-max-top-grams 0.3 0.2 0.1 --c4-policy-lines False --gopher-min-words 20"
+    cfg = config.build_config(config.chosen_values(parser.parse_args(given.split()), q.QualityConfig), kind=q.QualityConfig)
+    assert (cfg.off, cfg.reference) == (["c4", "gopher_hashes"], {"en": "a.txt", "de": "b.txt"})
+    assert (cfg.gopher_max_top_grams, cfg.c4_policy_lines, cfg.gopher_min_words) == ([0.3, 0.2, 0.1], False, 20)
+    with pytest.raises(UserError, match="did you mean 'gopher_hashes'"):
+        config.build_config({"off": ["gopher_hash"]}, kind=q.QualityConfig)
