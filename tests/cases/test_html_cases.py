@@ -273,6 +273,21 @@ def test_plain_text_and_binary_bodies_are_told_apart():
     assert h.parse_page(b"x" * 100, None, h.PageLimits(max_html_bytes=99)).reason == "html_too_large"
 
 
+def test_xhtml_elements_that_close_themselves_swallow_nothing():
+    page = '<?xml version="1.0"?><html xmlns="http://www.w3.org/1999/xhtml"><head><script src="x"/><title/></head><body><div class="y"/><p>All of the text.</p></body></html>'
+    assert h.extract_text(page) == "All of the text."
+
+
+def test_one_run_of_pages_at_a_time():
+    with h.PageParser() as parser:
+        running = parser.parse_many([(PAGE, None)] * 3)
+        assert next(running).text
+        with pytest.raises(AssertionError, match="on their way"):
+            parser.parse(PAGE)
+        running.close()
+        assert parser.parse(PAGE).text
+
+
 def test_unknown_extractors_are_refused_in_one_line():
     for use in (lambda: h.extract_text("<p>a", extractor="best"), lambda: h.PageParser(extractor="best")):
         with pytest.raises(UserError, match="fast, accurate"):
