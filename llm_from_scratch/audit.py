@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 from matplotlib.figure import Figure
 
@@ -191,14 +192,19 @@ def draw_scores(
     "A histogram a score, kept over dropped, with its thresholds."
     names = sorted({*kept, *dropped})
     rows = max(1, math.ceil(len(names) / columns))
-    figure = Figure(figsize=(2.1 * columns, 1.35 * rows), dpi=80, layout="constrained")
-    for place, axes in enumerate(figure.subplots(rows, columns, squeeze=False).flat):
-        if place >= len(names): axes.set_axis_off(); continue
-        sides = [[value for value in side.get(names[place], []) if math.isfinite(value)] for side in (kept, dropped)]
-        axes.hist(sides, bins=20, stacked=True, color=[KEPT_COLOUR, DROPPED_COLOUR])
-        for limit in limits.get(names[place], []): axes.axvline(limit, color="black", linewidth=0.8, linestyle="--")
-        axes.set_title(names[place], fontsize=7)
-        axes.tick_params(labelsize=6)
+    figure = Figure(figsize=(2.1 * columns, 1.35 * rows), dpi=80)
+    width, height = 1 / columns, 1 / rows
+    for place, name in enumerate(names):
+        axes = figure.add_axes(((place % columns + 0.17) * width, 1 - (place // columns + 0.8) * height, 0.76 * width, 0.6 * height))
+        sides = [np.array([value for value in side.get(name, []) if math.isfinite(value)]) for side in (kept, dropped)]
+        edges = np.histogram_bin_edges(np.concatenate(sides), 20)
+        counts = [np.histogram(values, edges)[0] for values in sides]
+        axes.stairs(sum(counts), edges, fill=True, color=DROPPED_COLOUR)
+        axes.stairs(counts[0], edges, fill=True, color=KEPT_COLOUR)
+        for limit in limits.get(name, []): axes.axvline(limit, color="black", linewidth=0.8, linestyle="--")
+        axes.set_title(name, fontsize=7, pad=2)
+        axes.tick_params(labelsize=6, pad=1, length=2)
+        axes.locator_params(nbins=4)
         axes.spines[["top", "right"]].set_visible(False)
     return figure
 

@@ -14,7 +14,6 @@ __all__ = ['GATE_REASONS', 'FENCE', 'COMMENT', 'PROMPT', 'JSON_START', 'PYTHON_S
 
 # %% ../nbs/01aa_gates.ipynb #f9d07d4a
 import ast
-import heapq
 import io
 import json
 import math
@@ -295,13 +294,14 @@ NO_SPACES = re.compile(r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\u9fff\U
 
 def content_words(
     text: str, # any language
-) -> list[str]: # lower case; pairs of characters for scripts without spaces
+) -> dict[str, int]: # how often each occurs, lower case; pairs of characters for scripts without spaces
     "Words that may carry a subject: four letters and more, abbreviations in capitals, and pairs of characters in Chinese, Japanese, Thai and their like."
-    words = WORD.findall(text)
-    kept = [word.lower() for word in words if len(word) > 3 or word.isupper()]
-    if text.isascii() or not NO_SPACES.search(text): return kept
-    spaced = [word for word in kept if not NO_SPACES.search(word)]
-    return spaced + [run[i:i + 2] for run in words if NO_SPACES.search(run) for i in range(len(run) - 1)]
+    found: dict[str, int] = {}
+    for word, count in Counter(WORD.findall(text)).items():
+        if not word.isascii() and NO_SPACES.search(word): parts = [word[i:i + 2] for i in range(len(word) - 1)]
+        else: parts = [word.lower()] if len(word) > 3 or word.isupper() else []
+        for part in parts: found[part] = found.get(part, 0) + count
+    return found
 
 # %% ../nbs/01aa_gates.ipynb #4e9c3a43
 @lru_cache(maxsize=1 << 16)
@@ -324,12 +324,12 @@ class HashedEmbedder:
         return np.stack([self._embed_one(text) for text in texts]) if texts else np.zeros((0, self.dimensions), np.float32)
 
     def _embed_one(self, text: str) -> np.ndarray:
-        weights = {word: count * min(len(word), 8) ** 2 for word, count in Counter(content_words(text)).items()}
-        heaviest = heapq.nsmallest(self.num_words, weights, key=lambda word: (-weights[word], word))
-        row = np.zeros(self.dimensions)
-        for word in heaviest:
-            places, signs = _word_features(word, self.dimensions)
-            np.add.at(row, places, math.sqrt(weights[word]) * signs)
+        weights = {word: count * min(len(word), 8) ** 2 for word, count in content_words(text).items()}
+        limit = sorted(weights.values())[-self.num_words:][:1]
+        heaviest = sorted((-weight, word) for word, weight in weights.items() if weight >= limit[0])[:self.num_words]
+        features = [(*_word_features(word, self.dimensions), math.sqrt(-weight)) for weight, word in heaviest]
+        places = [places for places, _, _ in features] + [np.zeros(0, np.int64)]
+        row = np.bincount(np.concatenate(places), np.concatenate([signs * size for _, signs, size in features] + [[]]), self.dimensions)
         return (row / max(np.linalg.norm(row), 1e-12)).astype(np.float32)
 
 # %% ../nbs/01aa_gates.ipynb #e4bda23c
@@ -507,11 +507,14 @@ def _count_batch(batch: list[Document], split: Callable[[str], Iterable[str]]) -
         row = (document.source or "", document.lang or "")
         sums.setdefault(row, Counter()).update(split(document.text))
     rows, tokens = sorted(sums), sorted(set().union(*sums.values()))
-    index = {token: number for number, token in enumerate(tokens)}
-    entries = [(number, index[token], count) for number, row in enumerate(rows) for token, count in sums[row].items()]
-    entries = np.array(sorted(entries), np.int64).reshape(-1, 3)
-    totals = np.array([sums[row].total() for row in rows], np.int64)
-    return SourceCounts(rows, tokens, *entries.T, totals)
+    index = dict(zip(tokens, range(len(tokens))))
+    lengths = [len(sums[row]) for row in rows]
+    row = np.repeat(np.arange(len(rows)), lengths)
+    token = np.fromiter((index[token] for name in rows for token in sums[name]), np.int64, sum(lengths))
+    count = np.fromiter((count for name in rows for count in sums[name].values()), np.int64, sum(lengths))
+    order = np.lexsort((token, row))
+    return SourceCounts(rows, tokens, row[order], token[order], count[order], np.array([sums[name].total() for name in rows], np.int64))
+
 
 def count_tokens(
     documents: Iterable[Document],              # with source and language, where known
