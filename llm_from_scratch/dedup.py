@@ -47,7 +47,7 @@ TOKEN = re.compile(rf"[{NO_SPACES}]|[^\W{NO_SPACES}]+")
 
 # %% ../nbs/01b_dedup.ipynb #d82b56f3
 U64 = np.uint64
-PIECE_CHARACTERS = 1 << 17 # hashed at once; arrays of 1 MB were the fastest of 16 kB to 4 MB, see "Shingles without a loop"
+PIECE_CHARACTERS = 1 << 16 # hashed at once; 2**12, 14, 16, 18, 20 took 323, 141, 79, 93, 113 microseconds a page of 3 kB
 PHI, PSI = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F # odd; the bases of two polynomials modulo 2**64
 
 @functools.cache
@@ -193,7 +193,7 @@ def minhash_signatures(
         np.minimum(signatures[first:last], smallest, out=signatures[first:last])
     return signatures
 
-BLOCK_SHINGLES = 4096 # 2 MB of products; 512 to 8192 cost 99, 80, 68, 33, 33 microseconds a page of 600 shingles
+BLOCK_SHINGLES = 1 << 12 # 2 MB of products; 2**10 to 2**14 took 42, 47, 27, 25, 31 microseconds a page of 356 shingles
 
 # %% ../nbs/01b_dedup.ipynb #072da13e
 def found_share(
@@ -259,7 +259,7 @@ class DedupConfig(Section):
     num_perm: Positive = Field(128, description="MinHash values to spend on bands")
     bands: Positive | None = Field(None, description="MinHash bands; none: chosen to find 98 % at the threshold")
     rows: Positive | None = Field(None, description="MinHash values in a band; none: chosen")
-    memory_bytes: int = Field(256 * 2**20, ge=2**16, description="for one sort of keys; 16 bytes a document come on top")
+    memory_bytes: int = Field(256 * 2**20, ge=2**16, description="for one sort of keys; 16 bytes a document, and about 100 for each that may have a duplicate, come on top")
     max_candidates: Positive = Field(200, description="kept documents compared with one document, and held for one key, at most")
 
     @field_validator("threshold")
