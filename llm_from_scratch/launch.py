@@ -295,9 +295,11 @@ def training_bytes(
     vocab_size: int, # the tokenizer's
 ) -> int:            # on one rank, at least; activations come on top
     "Bytes of weights, gradients and moments in fp32: two moments under AdamW, one under Muon."
-    model = config.model.model_copy(update={"vocab_size": vocab_size})
-    shapes = {name: shape for name, shape in expected_shapes(model).items() if not (model.tie_embeddings and name == "head.weight")}
-    return 4 * sum(map(math.prod, shapes.values())) * (4 if config.optim.kind == "adamw" else 3)
+    def count_weights(num_layers):
+        model = config.model.model_copy(update={"vocab_size": vocab_size, "num_layers": num_layers})
+        return sum(math.prod(shape) for name, shape in expected_shapes(model).items() if not (model.tie_embeddings and name == "head.weight"))
+    one, two = count_weights(1), count_weights(2)
+    return 4 * (one + (config.model.num_layers - 1) * (two - one)) * (4 if config.optim.kind == "adamw" else 3)
 
 def available_bytes(
     device: torch.device,                          # a GPU's own memory, or this machine's
