@@ -370,7 +370,7 @@ def open_run(
     "The run that a command is about; UserError where it is not named or not whole."
     if not options.run_dir:
         raise UserError("--run-dir is missing: name the folder of a training run (see --help)")
-    run, device = load_run(options.run_dir), choose_device(read_ranks(), options.device)
+    device, run = choose_device(read_ranks(), options.device), load_run(options.run_dir)
     run.model.to(device)
     return run, device
 
