@@ -110,7 +110,7 @@ def check_resume(
 # %% ../nbs/07d_launch.ipynb #a3360f61
 def command_parser() -> CommandParser: # prints the help of every option
     "The options of `torchrun -m llm_from_scratch.train`."
-    parser = CommandParser(prog="python -m llm_from_scratch.train", description="Train a language model. Exit codes: 0 done, 2 wrong input, 3 stopped with a checkpoint, 4 diverged.")
+    parser = CommandParser(prog="python -m llm_from_scratch.train", description="Train a language model. Exit codes: 0 done, 2 wrong input, 3 stopped with a checkpoint, 4 diverged, 130 interrupted outside of the steps.")
     parser.add_argument("--run-dir", default=None, metavar="DIR", help="folder of the run (default runs/PRESET-TIME)")
     parser.add_argument("--resume", default=None, metavar="auto|PATH", help="go on from the newest whole checkpoint of --run-dir, or from this one")
     parser.add_argument("--debug", action="store_true", help="blocking CUDA launches and anomaly detection: slow, with exact error places")
