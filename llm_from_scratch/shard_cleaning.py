@@ -8,7 +8,7 @@ __all__ = ['SCORE_NAMES', 'DOCUMENT_SCHEMA', 'REJECTED_SCHEMA', 'REASONS', 'TEXT
            'judge_document', 'rejected_row', 'source_of', 'ShardRun', 'kept_texts', 'outcome_totals', 'open_tools',
            'clean_shard']
 
-# %% ../nbs/01bb_shard_cleaning.ipynb #b2a5979b
+# %% ../nbs/01bb_shard_cleaning.ipynb #b983a417
 import json
 import time
 from collections import Counter
@@ -36,7 +36,7 @@ from .ngram_model import NgramModel, load_model
 from .dedup import DEDUP_REASONS, DedupConfig, sign_documents
 from .audit import check_balance, count, length_bin
 
-# %% ../nbs/01bb_shard_cleaning.ipynb #315b177c
+# %% ../nbs/01bb_shard_cleaning.ipynb #7a3f826b
 class WriteConfig(Section):
     "How the corpus is written."
     shard_bytes: Positive = Field(2**30, description="bytes of text in one Parquet shard, at most")
@@ -58,7 +58,7 @@ class CorpusConfig(Section):
     dedup: DedupConfig = DedupConfig()
     write: WriteConfig = WriteConfig()
 
-# %% ../nbs/01bb_shard_cleaning.ipynb #3fd2c1fa
+# %% ../nbs/01bb_shard_cleaning.ipynb #cccb4b00
 def deciding_options(
     cfg: CorpusConfig, # a whole configuration
 ) -> dict:             # without what cannot change the result: places, workers, memory
@@ -68,7 +68,7 @@ def deciding_options(
     del values["write"]["keep_work"], values["dedup"]["memory_bytes"]
     return values
 
-# %% ../nbs/01bb_shard_cleaning.ipynb #129aa597
+# %% ../nbs/01bb_shard_cleaning.ipynb #ae26eafd
 SCORE_NAMES = tuple(sorted({rule.score for rule in RULES} | {"perplexity", "semantic"}))
 DOCUMENT_SCHEMA = pyarrow.schema([
     ("id", pyarrow.string()), ("text", pyarrow.string()), ("url", pyarrow.string()), ("source", pyarrow.string()),
@@ -98,7 +98,7 @@ class RowWriter:
         if error[0] is None: self.flush()
         self.writer.close()
 
-# %% ../nbs/01bb_shard_cleaning.ipynb #a9710cd1
+# %% ../nbs/01bb_shard_cleaning.ipynb #5113c4f9
 def read_rows(
     path: Path, # a Parquet file of documents or rejections
 ) -> Iterator[dict]:
@@ -113,7 +113,7 @@ def document_row(
     row = {name: getattr(document, name) for name in DOCUMENT_SCHEMA.names if name != "length_chars"}
     return row | {"length_chars": len(document.text)}
 
-# %% ../nbs/01bb_shard_cleaning.ipynb #b2b95173
+# %% ../nbs/01bb_shard_cleaning.ipynb #cefd5040
 @dataclass(frozen=True)
 class Judgement:
     "What became of a document."
@@ -150,7 +150,7 @@ def judge_document(
     verdict = semantic_verdict(document.id, score, tools.semantic_threshold, {})
     return Judgement(document) if verdict.keep else Judgement(document, "semantic", verdict.reason, f"{score:.3f}")
 
-# %% ../nbs/01bb_shard_cleaning.ipynb #79375f0f
+# %% ../nbs/01bb_shard_cleaning.ipynb #c3a68615
 REASONS = CLEAN_REASONS | QUALITY_REASONS | GATE_REASONS | DEDUP_REASONS # of every stage, with a sentence each
 TEXT_STAGES = ("language", "quality", "syntax", "semantic") # at which there is a text whose characters are counted
 EXCERPT_CHARACTERS = 600                                    # of a rejected document, for the report
@@ -170,7 +170,7 @@ def source_of(
     try: return getattr(found, "source", None) or urlsplit(found.url or "").hostname or ""
     except ValueError: return ""
 
-# %% ../nbs/01bb_shard_cleaning.ipynb #12cacabf
+# %% ../nbs/01bb_shard_cleaning.ipynb #09f4692b
 class ShardRun:
     "One task at work: every outcome becomes a row and a count."
     def __init__(self, folder: Path, cfg: CorpusConfig, tools: Tools):
@@ -214,7 +214,7 @@ class ShardRun:
             count(self.summary, "lengths_dropped", length_bin(len(left_out.text)))
         self.rows["rejected"].write(rejected_row(left_out, excerpt=left_out.text, scores=scores, source=source_of(left_out), length_chars=len(left_out.text)))
 
-# %% ../nbs/01bb_shard_cleaning.ipynb #e0c33e42
+# %% ../nbs/01bb_shard_cleaning.ipynb #b22b34cb
 def kept_texts(
     run: ShardRun,                # open
     files: list[tuple[str, int]], # name and bytes of each input
@@ -243,7 +243,7 @@ def outcome_totals(
     sides = {side: sum(summary.get(side, {}).values()) for side in ("dropped", "damaged")}
     return {"read": summary.get("read", 0), "kept": summary.get("kept", 0), **sides}
 
-# %% ../nbs/01bb_shard_cleaning.ipynb #8c10bb39
+# %% ../nbs/01bb_shard_cleaning.ipynb #0c15452f
 @lru_cache(maxsize=1)
 def open_tools(
     options: str,    # of `deciding_options`, as JSON
