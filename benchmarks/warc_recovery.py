@@ -18,9 +18,9 @@ import json
 import random
 import statistics
 import time
+from importlib.metadata import version
 from pathlib import Path
 
-import fastwarc
 from fastwarc.warc import ArchiveIterator
 
 from llm_from_scratch.env import environment_report
@@ -137,7 +137,7 @@ def main() -> None:
     records = build_records(options.folder, options.pages)
     packed, plain = b"".join(gzip.compress(record, 6, mtime=0) for record in records), b"".join(records)
     report = environment_report()
-    about = {"fastwarc": getattr(fastwarc, "__version__", None), "cpu": report.get("cpu")}
+    about = {"fastwarc": version("fastwarc"), "cpu": report.get("cpu")}
     lines = [
         {"measured": "speed", "container": name, "bytes": len(data)} | speed(data, len(records), options.rounds)
         for name, data in [("gzip", packed), ("plain", plain)]
