@@ -63,7 +63,7 @@ def read_fastwarc(data: bytes):
 
 def read_warcio(data: bytes):
     found = []
-    with contextlib.redirect_stdout(None), contextlib.redirect_stderr(None):  # it prints a line for each error
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):  # it prints a line for each error
         try:
             for record in WarcioIterator(io.BytesIO(data)):
                 found.append((record.rec_headers.get_header("WARC-Target-URI"), record.content_stream().read()))
