@@ -5,18 +5,18 @@
 # %% auto #0
 __all__ = ['Count', 'Positive', 'Share', 'PRESETS', 'suggest', 'Section', 'round_up', 'ModelConfig', 'TokenizerConfig',
            'DataConfig', 'TrainConfig', 'OptimConfig', 'EvalConfig', 'CheckpointConfig', 'EngineConfig', 'LogConfig',
-           'Config', 'merge', 'replace', 'config_hash', 'StrictLoader', 'read_yaml', 'to_yaml', 'option_names',
-           'explain', 'build_config', 'load_preset', 'dash_options', 'CommandParser', 'add_config_options',
-           'chosen_values']
+           'Config', 'merge', 'replace', 'config_hash', 'StrictLoader', 'read_yaml', 'to_yaml', 'options_of', 'explain',
+           'build_config', 'load_preset', 'dash_options', 'CommandParser', 'add_config_options', 'chosen_values']
 
 # %% ../nbs/00a_config.ipynb #c085e031
 import argparse
 import difflib
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from .env import UserError, hash_json
 
@@ -263,45 +263,54 @@ def read_yaml(
 
 # %% ../nbs/00a_config.ipynb #7ac01f3b
 def to_yaml(
-    config: Config, # a resolved configuration
-) -> str:           # every value, each with its meaning as a comment
+    config: Section, # a resolved configuration
+) -> str:            # every value, each with its meaning as a comment
     "Write a configuration as YAML that reads back to an equal one."
     lines = []
-    for section, fields in config.model_dump(mode="json").items():
-        lines.append(f"{section}:")
-        meanings = getattr(config, section).describe()
-        for name, value in fields.items():
+    for name, value in config.model_dump(mode="json").items():
+        if not isinstance(getattr(config, name), Section):
             scalar = yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
-            lines.append(f"  {name}: {scalar}  # {meanings[name]}")
+            lines.append(f"{name}: {scalar}  # {config.describe()[name]}")
+            continue
+        lines += [f"{name}:", *("  " + line for line in to_yaml(getattr(config, name)).splitlines())]
     return "\n".join(lines) + "\n"
 
 # %% ../nbs/00a_config.ipynb #ce214da1
-def option_names() -> list[str]: # "section.name", in the order of the sections
-    "Every option of the system."
-    return [f"{section}.{name}" for section, field in Config.model_fields.items() for name in field.annotation.model_fields]
+def options_of(
+    kind: type[Section] = Config, # a configuration, or another group of sections and options
+) -> dict[str, FieldInfo]:        # by "section.name", or by "name" where the option stands outside a section
+    "Every option of a configuration, in its order."
+    found: dict[str, FieldInfo] = {}
+    for name, field in kind.model_fields.items():
+        inner = field.annotation
+        is_section = isinstance(inner, type) and issubclass(inner, Section)
+        found |= {f"{name}.{key}": option for key, option in inner.model_fields.items()} if is_section else {name: field}
+    return found
 
 # %% ../nbs/00a_config.ipynb #ef08c423
 def explain(
-    error: ValidationError, # from building a Config
-) -> str:                   # one line
+    error: ValidationError,       # from building a configuration
+    kind: type[Section] = Config, # of this kind
+) -> str:                         # one line
     "The first problem, with its key, and the nearest key where it is unknown."
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return f"unknown key {key!r}{suggest(key, option_names())}"
+        return f"unknown key {key!r}{suggest(key, options_of(kind))}"
     message = first["msg"].removeprefix("Value error, ")
     given = f", got {first['input']!r}" if isinstance(first["input"], str | int | float | bool | None) else ""
     return f"{key}: {message}{given}" if key else message
 
 # %% ../nbs/00a_config.ipynb #0ae19aa5
 def build_config(
-    *layers: dict,  # nested values, later ones win
-) -> Config:
+    *layers: dict,                # nested values, later ones win
+    kind: type[Section] = Config, # what is built
+) -> Any:                         # of that kind
     "Lay layers over the defaults and check; UserError with one line where that fails."
     values: dict[str, Any] = {}
     for layer in layers: values = merge(values, layer)
-    try: return Config.model_validate(values)
-    except ValidationError as error: raise UserError(explain(error)) from None
+    try: return kind.model_validate(values)
+    except ValidationError as error: raise UserError(explain(error, kind)) from None
 
 # %% ../nbs/00a_config.ipynb #2ad3e97b
 PRESETS: dict[str, dict] = {
@@ -356,28 +365,33 @@ class CommandParser(argparse.ArgumentParser):
 
 # %% ../nbs/00a_config.ipynb #e5c97b22
 def add_config_options(
-    parser: argparse.ArgumentParser, # gains --preset, --config and an option a field
+    parser: argparse.ArgumentParser, # gains --config, --preset where there are any, and an option a field
+    kind: type[Section] = Config,    # whose fields are offered
 ) -> None:
-    "Offer every field of Config on a command line, with its meaning as help."
-    parser.add_argument("--preset", default=None, help=f"base values: {', '.join(PRESETS)} (default tiny)")
-    parser.add_argument("--config", default=None, metavar="FILE", help="YAML file laid over the preset")
-    for section, holder in Config.model_fields.items():
-        group = parser.add_argument_group(section, (holder.annotation.__doc__ or "").strip())
-        for name, field in holder.annotation.model_fields.items():
-            option, many = f"--{section}.{name}".replace("_", "-"), field.annotation == list[str]
-            group.add_argument(option, dest=f"{section}.{name}", default=argparse.SUPPRESS, nargs="+" if many else None,
-                metavar="VALUE", help=f"{field.description} (default {field.get_default()})".replace("%", "%%"))
+    "Offer every field of a configuration on a command line, with its meaning as help."
+    if kind is Config: parser.add_argument("--preset", default=None, help=f"base values: {', '.join(PRESETS)} (default tiny)")
+    parser.add_argument("--config", default=None, metavar="FILE", help="YAML file laid over the defaults")
+    groups = {}
+    for key, field in options_of(kind).items():
+        section = key.rpartition(".")[0]
+        if section not in groups:
+            groups[section] = parser.add_argument_group(section, kind.model_fields[section].annotation.__doc__) if section else parser
+        many = get_origin(field.annotation) in (list, dict)
+        groups[section].add_argument(f"--{key}".replace("_", "-"), dest=key, default=argparse.SUPPRESS, nargs="+" if many else None,
+            metavar="VALUE", help=f"{field.description} (default {field.get_default(call_default_factory=True)})".replace("%", "%%"))
 
 # %% ../nbs/00a_config.ipynb #7362a5a4
 def chosen_values(
-    options: argparse.Namespace, # parsed by a parser with add_config_options
-) -> dict:                       # nested layer of what was given on the command line
-    "The dotted options that the user gave; none means no value where a field may be empty."
-    layer: dict[str, dict] = {}
+    options: argparse.Namespace,  # parsed by a parser with add_config_options
+    kind: type[Section] = Config, # the same as there
+) -> dict:                        # nested layer of what was given on the command line
+    "The options that the user gave; none means no value where a field may be empty, NAME=VALUE fills a mapping."
+    layer: dict = {}
+    fields = options_of(kind)
     for key, value in vars(options).items():
-        section, dot, name = key.partition(".")
-        if not dot: continue
-        kinds = get_args(Config.model_fields[section].annotation.model_fields[name].annotation)
-        nothing = type(None) in kinds and value in ("none", "None", "null")
-        layer.setdefault(section, {})[name] = None if nothing else value
+        if key not in fields: continue
+        section, _, name = key.rpartition(".")
+        if type(None) in get_args(fields[key].annotation) and value in ("none", "None", "null"): value = None
+        if get_origin(fields[key].annotation) is dict: value = dict(pair.partition("=")[::2] for pair in value)
+        (layer.setdefault(section, {}) if section else layer)[name] = value
     return layer
