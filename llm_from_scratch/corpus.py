@@ -10,7 +10,7 @@ __all__ = ['GROUP_BYTES', 'GROUP_FILES', 'SHOWN_SOURCES', 'SHORT_FORMS', 'input_
            'shard_command', 'find_row', 'trace', 'lineage', 'input_state', 'build_parser', 'trace_command',
            'lineage_command', 'review_command', 'main']
 
-# %% ../nbs/01c_corpus.ipynb #054837fb
+# %% ../nbs/01c_corpus.ipynb #11f6a37c
 import argparse
 import json
 import os
@@ -47,7 +47,7 @@ from .audit import (Sample, add_counts, check_balance, count, draw_counts, draw_
 from .shard_cleaning import (DOCUMENT_SCHEMA, EXCERPT_CHARACTERS, REASONS, REJECTED_SCHEMA, CorpusConfig, RowWriter, WriteConfig, clean_shard,
                                              deciding_options, document_row, outcome_totals, read_rows, source_of)
 
-# %% ../nbs/01c_corpus.ipynb #b983ad2c
+# %% ../nbs/01c_corpus.ipynb #784510af
 GROUP_BYTES, GROUP_FILES = 32 * 2**20, 500 # small files are put together up to this
 
 def input_size(
@@ -71,7 +71,7 @@ def plan_tasks(
         else: groups.append([(name, size)])
     return [Task(f"{index:05d}", {"files": group, "options": options, "references": references}) for index, group in enumerate(groups)]
 
-# %% ../nbs/01c_corpus.ipynb #2f30befb
+# %% ../nbs/01c_corpus.ipynb #74d8cc0c
 def claim_out(
     out: Path,                     # folder of the corpus
     files: list[tuple[str, int]],  # name and bytes of each input
@@ -97,7 +97,7 @@ def _differences(old: dict, new: dict, prefix: str = "") -> Iterator[str]:
         if isinstance(one, dict) and isinstance(other, dict): yield from _differences(one, other, f"{prefix}{name}.")
         elif one != other: yield f"{prefix}{name} was {one!r}, now {other!r}"
 
-# %% ../nbs/01c_corpus.ipynb #533fbc22
+# %% ../nbs/01c_corpus.ipynb #783ece19
 class ShardWriter:
     "Documents into numbered Parquet files of a bounded size."
     def __init__(self, folder: Path, schema: pyarrow.Schema, max_bytes: int):
@@ -120,7 +120,7 @@ class ShardWriter:
         if self.current is None: self.open_next()
         self.current.__exit__(*(error or (None,)))
 
-# %% ../nbs/01c_corpus.ipynb #6e99269f
+# %% ../nbs/01c_corpus.ipynb #e6e705bd
 def document_windows(
     row: dict,        # of DOCUMENT_SCHEMA
     cfg: WriteConfig, # whether and how to cut
@@ -130,7 +130,7 @@ def document_windows(
     for start, end in chunk_text(row["text"], window=cfg.chunk_characters, overlap=cfg.chunk_overlap):
         yield row | {"id": f"{row['id']}#{start}-{end}", "text": row["text"][start:end], "length_chars": end - start}
 
-# %% ../nbs/01c_corpus.ipynb #2b526782
+# %% ../nbs/01c_corpus.ipynb #b8338961
 class Assembly:
     "The final pass over the finished tasks: rows to their shards, counts and samples to the report."
     def __init__(self, folders: list[Path], duplicates: Duplicates, cfg: CorpusConfig, summary: dict, decisions: dict[str, str] = {}):
@@ -200,7 +200,7 @@ class Assembly:
         if sample.accepts(row["id"]): sample.add(row["id"], {"id": row["id"], "url": row["url"], "detail": row.get("detail"), "text": text[:2000]})
         if row["scores"]: self.scores["kept" if group == "kept" else "dropped"].add(row["id"], row["scores"])
 
-# %% ../nbs/01c_corpus.ipynb #b5ea55ef
+# %% ../nbs/01c_corpus.ipynb #d09a1127
 SHOWN_SOURCES = 100 # of the sources, in report.json; the weights file has all
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ def make_report(
             "windows": summary.get("windows", 0), "sources": {name: sources[name] for name in largest}, "num_sources": len(sources),
             "clusters": clusters, "largest_cluster": duplicates.largest_cluster, "missing": dict(sorted(missing.items()))}
 
-# %% ../nbs/01c_corpus.ipynb #a486792e
+# %% ../nbs/01c_corpus.ipynb #8152f2fe
 def report_parts(
     report: dict,                  # of `make_report`
     samples: dict[str, Sample],    # by reason, and "kept"
@@ -273,7 +273,7 @@ def columns_of(
             if value is not None: columns.setdefault(name, []).append(value)
     return columns
 
-# %% ../nbs/01c_corpus.ipynb #9070f6f9
+# %% ../nbs/01c_corpus.ipynb #d3c1df55
 def finish_corpus(
     out: Path,          # appears whole, replaces an earlier one
     work: Path,         # with plan.json, tasks/ and review/
@@ -316,7 +316,7 @@ def quality_tags(
             "references": sorted(cfg.quality.reference), "syntax_gate": cfg.gates.syntax, "domain_keywords": cfg.gates.domain_keywords,
             "near_duplicates": f"{cfg.dedup.method} {cfg.dedup.threshold}", "kept_share": round(report["kept"] / max(1, report["read"]), 4), "missing_tasks": len(report["missing"])}
 
-# %% ../nbs/01c_corpus.ipynb #14a43c4f
+# %% ../nbs/01c_corpus.ipynb #3bd48f3c
 def settle_reviews(
     folders: list[Path], # of finished tasks
     work: Path,          # holds review/, and gets accepted/
@@ -343,7 +343,7 @@ def settle_reviews(
         count_tokens(kept, split_words).save(folder / "tokens.npz")
     return decisions
 
-# %% ../nbs/01c_corpus.ipynb #a91971d2
+# %% ../nbs/01c_corpus.ipynb #da3758b0
 def work_folder(
     out: str, # folder or URL of the corpus
 ) -> Path:    # beside a folder; in the cache for a URL
@@ -359,7 +359,7 @@ def reference_models(
     folders = fit_references(quality, work / "references")
     return {lang: (str(folder.absolute()), read_manifest(folder)["hash"]) for lang, folder in folders.items()}
 
-# %% ../nbs/01c_corpus.ipynb #d4b32e88
+# %% ../nbs/01c_corpus.ipynb #2620abeb
 def watch_tasks(
     folder: Path,          # of the tasks
     progress: RichProgress, # with one bar, of bytes
@@ -396,7 +396,7 @@ class DocumentsPerSecond(ProgressColumn):
     def render(self, task) -> Text:
         return Text(f"{task.fields['documents'] / max(task.elapsed or 0.0, 1e-9):,.0f} documents/s" if task.elapsed else "")
 
-# %% ../nbs/01c_corpus.ipynb #ca074f4a
+# %% ../nbs/01c_corpus.ipynb #638164bc
 def run_shards(
     cfg: CorpusConfig,  # workers or cluster
     tasks: list[Task],  # of `plan_tasks`
@@ -448,7 +448,7 @@ def report_of(
     "The report as an object."
     return Report(folder, values["read"], values["kept"], values["dropped"], values["damaged"], values["missing"], values)
 
-# %% ../nbs/01c_corpus.ipynb #6c278738
+# %% ../nbs/01c_corpus.ipynb #62768793
 def finished_report(
     out: Path,                    # folder of the corpus on this machine
     work: Path,                   # its tasks
@@ -479,7 +479,7 @@ def shard_command(
     for name, reason in report.missing.items(): print(f"missing  task {name}: {reason}; the same command tries it again", file=sys.stderr)
     return 1 if report.missing else 0
 
-# %% ../nbs/01c_corpus.ipynb #ad3556c4
+# %% ../nbs/01c_corpus.ipynb #0122c5df
 def find_row(
     corpus: str, # folder of a corpus
     id: str,     # of a document, a window or a rejected one
@@ -507,7 +507,7 @@ def trace(
     with open_binary(path) as file: data = file.read()
     return data if path != name else data.splitlines(keepends=True)[int(number) - 1]
 
-# %% ../nbs/01c_corpus.ipynb #8b2e7e6d
+# %% ../nbs/01c_corpus.ipynb #2d0f558c
 def lineage(
     path: str, # a corpus, or one of its shards
 ) -> Iterator[dict]: # file, documents (from this path), sha256 and state of each input
@@ -530,7 +530,7 @@ def input_state(
     same = os.stat(line["file"]).st_size == line["bytes"] and sha256_file(line["file"]) == line["sha256"]
     return "there" if same else "changed"
 
-# %% ../nbs/01c_corpus.ipynb #e8c98221
+# %% ../nbs/01c_corpus.ipynb #20d3ed23
 SHORT_FORMS = {"--extract": "--clean.extract", "--languages": "--clean.languages"}
 
 def build_parser() -> CommandParser:
@@ -574,6 +574,6 @@ def main(
     layers = [read_yaml(options.config)] if options.config else []
     return shard_command(build_config(*layers, chosen_values(options, CorpusConfig), kind=CorpusConfig))
 
-# %% ../nbs/01c_corpus.ipynb #5739e385
+# %% ../nbs/01c_corpus.ipynb #9306bf6c
 #| eval: false
 if __name__ == "__main__" and "__file__" in globals(): run_command(main)
