@@ -6,8 +6,7 @@
 __all__ = ['SHOWN_SOURCES', 'SHOWN_COUNTS', 'merged_summary', 'task_rows', 'document_names', 'ShardWriter', 'document_windows',
            'AuditSamples', 'copy_row', 'count_copy', 'count_kept', 'queue_reviews', 'count_accepted', 'write_accepted',
            'settle_reviews', 'decided_rows', 'Assembly', 'write_rows', 'source_table', 'cluster_table', 'make_report',
-           'count_parts', 'columns_of', 'score_limits', 'audit_parts', 'quality_tags', 'source_shares', 'write_corpus',
-           'finish_corpus']
+           'count_parts', 'columns_of', 'score_limits', 'audit_parts', 'quality_tags', 'source_shares', 'finish_corpus']
 
 # %% ../nbs/01bc_assembly.ipynb #083d92c2
 import shutil
@@ -368,26 +367,23 @@ def _write_records(new: Path, work: Path, cfg: CorpusConfig, report: dict, run: 
     write_atomic(new / "config.yaml", to_yaml(cfg.model_copy(update={"out": "", "workers": 1, "cluster": None})))
     shutil.copy(work / "plan.json", new / "plan.json")
 
+# %% ../nbs/01bc_assembly.ipynb #47bd0da0
 def _inputs(folders: Iterable[Path]) -> list[dict]:
     return [line for folder in folders if (folder / "inputs.json").exists() for line in read_json(folder / "inputs.json")]
 
-def write_corpus(
-    new: Path,          # an empty folder
-    work: Path,         # with plan.json
-    assembly: Assembly, # before the pass
-    cfg: CorpusConfig,  # of the run
-    missing: dict[str, str], # tasks set aside
-    run: dict,          # seconds, memory, workers
-) -> dict:              # report.json
-    "Write everything that a corpus holds."
+def _page_parts(report: dict, samples: AuditSamples, cfg: CorpusConfig, run: dict) -> Iterator[tuple[str, str]]:
+    yield "This run", table_html(["", ""], [(name.replace("_", " "), value) for name, value in run.items()])
+    yield from count_parts(report)
+    yield from audit_parts(report, samples, cfg.quality)
+
+def _write_corpus(new: Path, work: Path, assembly: Assembly, cfg: CorpusConfig, missing: dict[str, str], run: dict) -> dict:
     write_rows(assembly, new, cfg.write)
     weights = source_shares(assembly.folders, cfg)
     if cfg.gates.distribution: write_weights(new / "weights.json", weights)
     report, inputs = make_report(assembly, missing, weights), _inputs(assembly.folders)
     write_json(new / "inputs.json", inputs)
     _write_records(new, work, cfg, report, run)
-    first = "This run", table_html(["", ""], [(name.replace("_", " "), value) for name, value in run.items()])
-    write_page(new / "report" / "index.html", "What became of the crawl", chain([first], count_parts(report), audit_parts(report, assembly.samples, cfg.quality)))
+    write_page(new / "report" / "index.html", "What became of the crawl", _page_parts(report, assembly.samples, cfg, run))
     hashes = {line["file"]: line["sha256"] or f"{line['bytes']} bytes" for line in inputs}
     write_manifest(new, kind="corpus", inputs=hashes, extra={"tags": quality_tags(cfg, report)})
     return report
@@ -408,4 +404,4 @@ def finish_corpus(
     if decisions: folders.append(work / "accepted")
     duplicates = find_duplicates([folder / "signatures" for folder in folders], work, cfg.dedup)
     assembly = Assembly(folders, duplicates, summary, AuditSamples(cfg.write.sample), decisions)
-    with atomic_folder(out, overwrite=True) as new: return write_corpus(new, work, assembly, cfg, missing, run)
+    with atomic_folder(out, overwrite=True) as new: return _write_corpus(new, work, assembly, cfg, missing, run)
