@@ -35,6 +35,13 @@ def _temporary_sibling(final: Path) -> Path:
     return final.with_name(f".{final.name}.tmp-{os.getpid()}-{_host_mark()}{secrets.token_hex(4)}")
 
 # %% ../nbs/00b_artifacts.ipynb #2f0fb663
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    try: yield
+    except OSError as error:
+        if error.filename is None and error.errno: error.filename = str(path) # a full disk does not say which file it was
+        raise
+
 def _fsync(path: Path):
     if os.name == "nt" and path.is_dir(): return
     descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
@@ -51,7 +58,7 @@ def write_atomic(
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary_sibling(path)
     try:
-        with open(temporary, "xb") as file:
+        with _named(path), open(temporary, "xb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())
@@ -115,7 +122,7 @@ def atomic_folder(
     temporary = _temporary_sibling(final)
     temporary.mkdir()
     try:
-        yield temporary
+        with _named(final): yield temporary
         for path in [*temporary.rglob("*"), temporary]: _fsync(path)
         _refuse_existing(final, overwrite)
         if final.exists(): _replace_folder(temporary, final)

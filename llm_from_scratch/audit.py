@@ -10,6 +10,7 @@ __all__ = ['STAGES', 'KEPT_COLOUR', 'DROPPED_COLOUR', 'PLAIN_COLOUR', 'PAGE_STYL
 # %% ../nbs/01ba_audit.ipynb #df90c6d9
 import base64
 import html
+import importlib
 import io
 import math
 from bisect import bisect_left
@@ -20,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from matplotlib.figure import Figure
 
 from .artifacts import write_atomic
 
@@ -109,15 +109,18 @@ def merge_samples(
 KEPT_COLOUR, DROPPED_COLOUR, PLAIN_COLOUR = "#2a7f62", "#c0504d", "#4c6a92"
 
 def png_bytes(
-    figure: Figure, # drawn without a screen
+    figure: "Figure", # drawn without a screen
 ) -> bytes:         # the same for the same picture
     "The picture as PNG."
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", metadata={"Software": None})
     return buffer.getvalue()
 
+def _figure(**options): # matplotlib takes a second to import, and the workers that count never draw
+    return importlib.import_module("matplotlib.figure").Figure(dpi=80, **options)
+
 def _axes(width_inches: float = 4.6, height_inches: float = 2.5):
-    figure = Figure(figsize=(width_inches, height_inches), dpi=80, layout="constrained")
+    figure = _figure(figsize=(width_inches, height_inches), layout="constrained")
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8)
@@ -126,7 +129,7 @@ def _axes(width_inches: float = 4.6, height_inches: float = 2.5):
 # %% ../nbs/01ba_audit.ipynb #2da3a8a5
 def draw_funnel(
     steps: Iterable[Mapping], # from `funnel`
-) -> Figure:
+) -> "Figure":
     "Bars of the documents that are left after each stage, with their share of what was read."
     steps = list(steps)
     figure, axes = _axes(height_inches=2.8)
@@ -145,7 +148,7 @@ def draw_counts(
     label: str,                # of the axis, with the unit
     *,
     top: int = 15,             # names that get a bar of their own
-) -> Figure:
+) -> "Figure":
     "Bars of counts by name, largest first."
     ordered = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
     rest = ordered[top:]
@@ -169,7 +172,7 @@ def length_bin(
 def draw_lengths(
     kept: Mapping[str, int],    # documents by `length_bin`
     dropped: Mapping[str, int], # the same
-) -> Figure:
+) -> "Figure":
     "Kept and dropped documents by length."
     bins = sorted({int(name) for name in [*kept, *dropped]})
     figure, axes = _axes()
@@ -188,11 +191,11 @@ def draw_scores(
     limits: Mapping[str, list[float]] = {}, # score name -> thresholds to draw
     *,
     columns: int = 4,                   # small pictures in a row
-) -> Figure:
+) -> "Figure":
     "A histogram a score, kept over dropped, with its thresholds."
     names = sorted({*kept, *dropped})
     rows = max(1, math.ceil(len(names) / columns))
-    figure = Figure(figsize=(2.1 * columns, 1.35 * rows), dpi=80)
+    figure = _figure(figsize=(2.1 * columns, 1.35 * rows))
     width, height = 1 / columns, 1 / rows
     for place, name in enumerate(names):
         axes = figure.add_axes(((place % columns + 0.17) * width, 1 - (place // columns + 0.8) * height, 0.76 * width, 0.6 * height))
@@ -215,7 +218,7 @@ def draw_shares(
     label: str,                # what is shared, with the unit
     *,
     top: int = 12,             # names shown, by the larger share
-) -> Figure:
+) -> "Figure":
     "Each name's share of the whole before and after."
     totals = [max(1, sum(side.values())) for side in (before, after)]
     shares = {name: (before.get(name, 0) / totals[0], after.get(name, 0) / totals[1]) for name in {*before, *after}}
@@ -236,7 +239,7 @@ td.number{text-align:right;font-variant-numeric:tabular-nums}figure{display:inli
 pre{white-space:pre-wrap;overflow-wrap:anywhere;background:#f6f6f4;padding:.6rem;font-size:.8rem;max-height:18rem;overflow:auto}summary{cursor:pointer;margin:.4rem 0}"""
 
 def figure_html(
-    figure: Figure, # becomes a PNG inside the page
+    figure: "Figure", # becomes a PNG inside the page
     caption: str,   # below it
 ) -> str:
     "A picture with its caption."

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['STORABLE', 'capture_rng', 'restore_rng', 'pack_tree', 'unpack_tree', 'save_checkpoint', 'checkpoint_step',
            'list_checkpoints', 'verify_checkpoint', 'latest_checkpoint', 'strip_wrappers', 'match_weights',
-           'load_checkpoint', 'prune_checkpoints', 'Run', 'load_run', 'find_checkpoints', 'describe_checkpoint', 'main']
+           'load_checkpoint', 'prune_checkpoints', 'Run', 'read_run_config', 'load_run', 'find_checkpoints',
+           'describe_checkpoint', 'main']
 
 # %% ../nbs/06_checkpointing.ipynb #f0e2570b
 import json
@@ -32,7 +33,7 @@ from torch import nn
 from .artifacts import (_temporary_sibling, atomic_folder, read_json, read_manifest, remove_stale, require_inputs,
                                         verify_manifest, write_json, write_manifest)
 from .config import CommandParser, Config, build_config, read_yaml
-from .env import UserError, run_command
+from .env import UserError, hash_json, run_command
 from .model import Transformer
 from .tokenizer import Tokenizer
 
@@ -385,13 +386,28 @@ class Run:
     step: int             # finished optimizer steps of these weights
     path: Path            # the checkpoint they come from
 
+def read_run_config(
+    run_dir: str | Path, # a folder that training wrote
+) -> Config:             # as resolved when the run began
+    "A run's configuration; UserError where it is missing, damaged, or edited since its hash was written beside it."
+    path, mark = Path(run_dir, "config.yaml"), Path(run_dir, "config.sha256")
+    if not path.is_file(): raise UserError(f"{run_dir} is not a run: it has no config.yaml")
+    values = read_yaml(path)
+    if not values: raise UserError(f"{path} is empty: write the run's configuration back, or name another folder")
+    try: config = build_config(values)
+    except UserError as error: raise UserError(f"{path}: {error}") from None
+    found, known = hash_json(values), mark.read_text(errors="replace").split() if mark.exists() else None
+    if known is not None and found not in known: # two stand there while a resume writes the file anew
+        raise UserError(f"{path} has the hash {found[:12]}, but {mark} says {' or '.join(word[:12] for word in known) or 'nothing'}: "
+                        "it was edited; write the run's configuration back, and give changes on the command line")
+    return config
+
 def load_run(
     run_dir: str | Path, # a folder that training wrote
 ) -> Run:
     "The newest good weights with their configuration and tokenizer; UserError where one is missing."
     run_dir = Path(run_dir)
-    if not (run_dir / "config.yaml").is_file(): raise UserError(f"{run_dir} is not a run: it has no config.yaml")
-    config, tokenizer = build_config(read_yaml(run_dir / "config.yaml")), Tokenizer.load(run_dir / "tokenizer")
+    config, tokenizer = read_run_config(run_dir), Tokenizer.load(run_dir / "tokenizer")
     path = latest_checkpoint(run_dir / "checkpoints")
     if path is None: raise UserError(f"{run_dir} has no good checkpoint yet; train until the first one, or look with `checkpointing list`")
     require_inputs(read_manifest(path), where=str(path), tokenizer=tokenizer.fingerprint)

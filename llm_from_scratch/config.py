@@ -97,7 +97,7 @@ class TokenizerConfig(Section):
     path: str | None = Field(None, description="folder of a trained tokenizer; none: train one on the training split")
     vocab_size: Annotated[int, Field(ge=8)] = Field(4096, description="pieces, special ones included")
     kind: Literal["bpe", "unigram"] = Field("bpe", description="SentencePiece's algorithm")
-    character_coverage: float = Field(0.9995, gt=0, le=1, description="share of characters that get a piece of their own")
+    character_coverage: float = Field(0.9995, ge=0.98, le=1, description="share of characters that get a piece of their own")
     byte_fallback: bool = Field(True, description="spell other characters in bytes instead of unk")
     train_bytes: Positive | None = Field(None, description="train on at most so many bytes of text; none: all")
 
@@ -238,11 +238,12 @@ def config_hash(
 
 # %% ../nbs/00a_config.ipynb #80425487
 class StrictLoader(yaml.SafeLoader):
-    "SafeLoader that refuses a key given twice."
+    "SafeLoader that refuses a key given twice, and reads `off` and `yes` as words where they are keys."
 
     def construct_mapping(self, node, deep=False):
         seen = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:bool": key_node.tag = "tag:yaml.org,2002:str"
             key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise yaml.YAMLError(f"key {key!r} is given twice, the second time in line {key_node.start_mark.line + 1}")
@@ -357,6 +358,10 @@ class CommandParser(argparse.ArgumentParser):
             name = unknown[0].partition("=")[0]
             kind = "option" if name.startswith("-") else "argument"
             raise UserError(f"unknown {kind} {name!r}{suggest(name, options)} (see {self.prog} --help)")
+        for action in self._actions: # an empty value is nearly always a shell variable that was not set
+            value = getattr(namespace, action.dest, None)
+            if action.option_strings and action.default != "" and (value == "" or isinstance(value, list) and "" in value):
+                raise UserError(f"{action.option_strings[-1]} is empty; give a value, or leave the option out")
         return namespace
 
 # %% ../nbs/00a_config.ipynb #e5c97b22

@@ -403,8 +403,8 @@ class _Archive(WarcReader):
         super().__init__(path, kinds=PAGE_KINDS)
         self.lost: deque[Rejected] = deque()
 
-    def _lose(self, fate: str, offset: int, reason: str): # exactly the losses that the reader counts, each in its place
-        super()._lose(fate, offset, reason)
+    def lose(self, fate: str, offset: int, reason: str): # exactly the losses that the reader counts, each in its place
+        super().lose(fate, offset, reason)
         stage = {"id": f"{self.path}:{offset}", "warc_file": str(self.path), "warc_offset": offset, "detail": reason}
         self.lost.append(Rejected(reason=_LOSSES.get(fate, "damaged_record"), stage="read", **stage))
 

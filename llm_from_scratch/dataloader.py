@@ -38,11 +38,14 @@ class RowPlan:
 def plan_rows(
     shard_lengths: list[int], # tokens in each shard
     seq_len: int,             # T
+    name: str = "",           # of the split, for the message
 ) -> RowPlan:
     "Cut shards into rows, independently of ranks; raises UserError where not one row fits."
     num_rows = np.array([max(0, length - 1) // seq_len for length in shard_lengths], dtype=np.int64)
     if not num_rows.sum():
-        raise UserError(f"sequence longer than the data: a row of {seq_len} takes {seq_len + 1} tokens, the longest of {len(shard_lengths)} shards has {max(shard_lengths)}; lower train.seq_len or give more data")
+        share = ", or a larger data.val_fraction" if name == "val" else ""
+        raise UserError(f"sequence longer than the data: a row of {seq_len} takes {seq_len + 1} tokens, the longest of {len(shard_lengths)} {name} shards "
+                        f"has {max(shard_lengths)}; lower train.seq_len or give more data{share}".replace("  ", " "))
     used = num_rows * seq_len + (num_rows > 0)
     return RowPlan(seq_len, np.cumsum([0, *num_rows]), int(np.sum(shard_lengths) - used.sum()))
 
@@ -202,7 +205,7 @@ class TokenLoader:
         check_options(batch_size=batch_size, seq_len=seq_len, rank=rank, world_size=world_size, seed=seed)
         self.shards, self.seed, self.shuffle, self.document_mask = plain_views(shards), seed, shuffle, document_mask
         self.dealing = dict(batch_size=batch_size, rank=rank, world_size=world_size)
-        self.plan = plan_rows([len(shard) for shard in shards.shards], seq_len)
+        self.plan = plan_rows([len(shard) for shard in shards.shards], seq_len, shards.path.name)
         self.epoch, self.position = 0, 0  # position: rows of the epoch handed out, over all ranks
         self.unmasked = torch.arange(seq_len).expand(batch_size, -1), torch.zeros(1, dtype=torch.int64).expand(batch_size, seq_len)
 

@@ -61,20 +61,23 @@ def _is_library_source(relative: PurePath) -> bool:
     return not generated and not SKIPPED_FOLDERS.intersection(relative.parts)
 
 # %% ../nbs/00d_documents.ipynb #8eb5e1b0
+KEPT, HELD_OUT = "#kept", "#held-out" # ends of the names of a document that was cut in two
+
 def document_id(
     path: str | Path, # a file of the corpus
 ) -> str:             # posix path: relative for the standard library, else as it was written
     "The name of the document that a file holds."
     path = Path(path)
     root = stdlib_folder()
-    return _printable((path.relative_to(root) if path.is_relative_to(root) else path).as_posix())
+    return _own_name((path.relative_to(root) if path.is_relative_to(root) else path).as_posix())
 
 def _printable(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode("utf-8")
 
-# %% ../nbs/00d_documents.ipynb #823a7f56
-KEPT, HELD_OUT = "#kept", "#held-out" # ends of the names of a document that was cut in two
+def _own_name(name: str) -> str:
+    return _printable(name) + "#" * name.endswith((KEPT, HELD_OUT)) # those ends are given by `cut_document` alone
 
+# %% ../nbs/00d_documents.ipynb #823a7f56
 def is_validation(
     document_id: str, # name of the document
     fraction: float,  # share of the documents to hold out, 0 to 1
@@ -91,6 +94,7 @@ def list_inputs(
     "The files that the patterns name; raises UserError for a pattern that matches none."
     found: dict[Path, Path] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        if not str(pattern): raise UserError("an empty name among the input files: it would mean the present folder, which is written '.'")
         matches = _matching_files(str(pattern))
         if not matches: raise UserError(f"{pattern}: no file here; give a file, a folder or a glob such as 'texts/**/*.txt'")
         for path in matches: found.setdefault(path.resolve(), path)
@@ -174,7 +178,7 @@ def document_from_row(
     if not isinstance(row, dict) or not isinstance(row.get("text"), str): return Skipped(where, "no_text")
     fields = {name: row[name] for name, kind in OPTIONAL_FIELDS.items() if isinstance(row.get(name), kind)}
     fields = {name: _printable(value) if isinstance(value, str) else value for name, value in fields.items()}
-    return Document(where if row.get("id") is None else _printable(str(row["id"])), row["text"], **fields)
+    return Document(where if row.get("id") is None else _own_name(str(row["id"])), row["text"], **fields)
 
 # %% ../nbs/00d_documents.ipynb #157fdfb5
 def read_jsonl(
@@ -240,7 +244,12 @@ def _read_file(path: Path) -> Iterator[Document | Skipped]:
     reader = read_jsonl if endings.endswith((".jsonl", ".ndjson")) else read_parquet if endings.endswith(".parquet") else read_text
     try: open(path, "rb").close()
     except OSError as error: raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-    return reader(path)
+    return _never_nothing(reader(path), document_id(path))
+
+def _never_nothing(found: Iterator[Document | Skipped], name: str) -> Iterator[Document | Skipped]:
+    number = 0
+    for number, each in enumerate(found, start=1): yield each
+    if not number: yield Skipped(name, "empty") # no line, or no row
 
 # %% ../nbs/00d_documents.ipynb #020a6423
 def cut_document(

@@ -29,12 +29,11 @@ from torch import nn
 
 # %% ../nbs/07_eval.ipynb #b1539609
 from .artifacts import read_manifest
-from .checkpointing import Run, load_run
-from .config import CommandParser
+from .checkpointing import Run
 from .dataloader import IGNORED, TokenLoader
 from .distributed import next_token_loss
-from .env import UserError, choose_device, read_ranks, run_command
-from .generate import check_room, evaluation_mode
+from .env import UserError, run_command
+from .generate import check_room, evaluation_mode, open_run, run_parser
 from .model import cross_entropy
 from .token_shards import TokenShards
 from .tokenizer import Tokenizer
@@ -275,14 +274,12 @@ def card_table(
 # %% ../nbs/07_eval.ipynb #2048c4c3
 def command_parser() -> argparse.ArgumentParser:
     "Options of `python -m llm_from_scratch.eval`."
-    parser = CommandParser(prog="python -m llm_from_scratch.eval", description="Perplexity and bits a byte of a text file.")
-    parser.add_argument("--run-dir", metavar="DIR", help="folder of a training run; its newest good checkpoint is used")
+    parser = run_parser("eval", "Perplexity and bits a byte of a text file.")
     parser.add_argument("--text", metavar="FILE", help="UTF-8 text, scored as one document")
     parser.add_argument("--window", type=int, default=None, metavar="N", help="tokens read at once, BOS included (default: the rows of training)")
     parser.add_argument("--stride", type=int, default=None, metavar="N", help="tokens from window to window (default: half the window)")
     parser.add_argument("--no-bos", action="store_true", help="put no BOS in front of the windows")
     parser.add_argument("--json", action="store_true", help="print the card as JSON")
-    parser.add_argument("--device", default="auto", metavar="KIND", help="auto, cpu or cuda (default auto)")
     return parser
 
 # %% ../nbs/07_eval.ipynb #d959bf88
@@ -298,9 +295,7 @@ def main(
         if (value := getattr(options, name)) is not None and value < 1:
             raise UserError(f"--{name} is {value}: give at least 1")
     text = read_text(options.text)
-    device = choose_device(read_ranks(), options.device)
-    run = load_run(options.run_dir)
-    run.model.to(device)
+    run, device = open_run(options)
     card = dict(text=str(options.text), run=str(options.run_dir), checkpoint=Path(run.path).name, checkpoint_hash=read_manifest(run.path)["hash"], device=str(device))
     card |= evaluate_text(run, text, window=options.window, stride=options.stride, bos=not options.no_bos)
     if options.json:

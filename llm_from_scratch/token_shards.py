@@ -10,6 +10,7 @@ __all__ = ['MAX_VOCAB_SIZE', 'DEFAULT_SHARD_TOKENS', 'SPLITS', 'token_dtype', 't
 
 # %% ../nbs/02a_token_shards.ipynb #a8b84b3d
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -321,7 +322,8 @@ def cached_shards(
     corpus = inputs_hash(files)
     folder = Path(cache_dir) / "shards" / shards_key(cfg, tokenizer, corpus)[:24]
     with Lock(folder.with_suffix(".lock"), wait=True):
-        if any(not (folder / name).exists() or verify_manifest(folder / name) for name in SPLITS):
+        if problems := [problem for name in SPLITS for problem in verify_manifest(folder / name)]:
+            if folder.exists(): print(f"{problems[0]}; the shards in {folder} are written again", file=sys.stderr)
             shutil.rmtree(folder, ignore_errors=True)
             reading = Counter()
             write_splits(read_corpus(files, cfg.val_fraction, reading), tokenizer, folder, cfg=cfg, reading=reading, inputs={"corpus": corpus})

@@ -27,7 +27,7 @@ import numpy as np
 import sentencepiece
 
 from .artifacts import Lock, atomic_folder, default_cache_dir, read_manifest, verify_manifest, write_manifest
-from .config import CommandParser, TokenizerConfig
+from .config import CommandParser, TokenizerConfig, build_config
 from .documents import corpus_files, inputs_hash, read_documents
 from .env import UserError, hash_json, run_command
 
@@ -334,7 +334,9 @@ def cached_tokenizer(
     folder = Path(cache_dir or default_cache_dir()) / "tokenizers" / key[:16]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with Lock(folder.with_suffix(".lock"), wait=True):
-        if folder.exists() and verify_manifest(folder): shutil.rmtree(folder)
+        if folder.exists() and (problems := verify_manifest(folder)):
+            print(f"{folder}: {problems[0]}; the tokenizer is trained again", file=sys.stderr)
+            shutil.rmtree(folder)
         if folder.exists(): return Tokenizer.load(folder)
         return Tokenizer.train(texts_factory(), out=folder, inputs={"texts": inputs_hash}, **options)
 
@@ -362,8 +364,9 @@ def build_parsers() -> dict[str, CommandParser]: # by command: train, encode, in
 # %% ../nbs/02_tokenizer.ipynb #d3c9b6f0
 def _train_command(chosen) -> None:
     if Path(chosen.out).exists(): raise UserError(f"{chosen.out}: exists already; choose another folder or remove it")
+    options = {name: getattr(chosen, name) for name in ("vocab_size", "kind", "character_coverage", "train_bytes")}
+    build_config({"tokenizer": options}) # the same limits as in training
     files, tally = corpus_files(chosen.inputs), Counter()
-    options = dict(vocab_size=chosen.vocab_size, kind=chosen.kind, character_coverage=chosen.character_coverage, train_bytes=chosen.train_bytes)
     texts = (document.text for document in read_documents(files, tally))
     made = Tokenizer.train(texts, out=chosen.out, inputs={"files": inputs_hash(files)}, byte_fallback=not chosen.no_byte_fallback, **options)
     print(json.dumps({"out": str(chosen.out), "vocab_size": made.vocab_size, "fingerprint": made.fingerprint, "documents": dict(tally)}, indent=1))

@@ -4,13 +4,12 @@
 
 # %% auto #0
 __all__ = ['PROGRESS', 'MAX_SKIPPED_STEPS', 'CODE_PROMPTS', 'FOLDER', 'Data', 'prepare_data', 'Training', 'wants_compile',
-           'build_training', 'save', 'resume', 'validate', 'split_batch', 'is_finite', 'fit', 'write_on', 'is_code',
-           'sample_prompts', 'closing_evaluation', 'show_start', 'next_commands', 'show_end', 'watch_and_fit', 'tell',
-           'run', 'main', 'hold_and_run']
+           'build_training', 'check_ranks', 'save', 'resume', 'validate', 'split_batch', 'is_finite', 'fit', 'write_on',
+           'is_code', 'sample_prompts', 'closing_evaluation', 'show_start', 'show_end', 'watch_and_fit',
+           'share_of_peak', 'tell', 'run', 'main', 'hold_and_run']
 
 # %% ../nbs/09_train.ipynb #aeefb6cb
 import os
-import shlex
 import sys
 from argparse import Namespace
 from collections import Counter
@@ -30,7 +29,8 @@ from .checkpointing import capture_rng, checkpoint_step, load_checkpoint, prune_
 from .config import Config, replace
 from .dataloader import Batch, TokenLoader, endless
 from llm_from_scratch.distributed import (
-    Engine, all_sum, barrier, broadcast_object, gather_objects, next_token_loss, plan_batch, prepare, watch_launcher,
+    Engine, all_sum, barrier, broadcast_object, check_parity, gather_objects, mistake_elsewhere, next_token_loss, plan_batch, prepare,
+    speaks_first, watch_launcher,
 )
 from .documents import corpus_files, inputs_hash, is_validation, read_corpus
 from llm_from_scratch.env import (
@@ -40,11 +40,14 @@ from llm_from_scratch.env import (
 from .eval import bits_per_byte, evaluate_loader, syntax_rate
 from .generate import complete
 from llm_from_scratch.launch import (
-    DIVERGED, DONE, STOPPED, USER_ERROR, StopRequest, check_resume, check_same_data, checkpoint_to_resume, claim_folder, keep_freed_memory,
-    remember_stop, repeated_stop, resolve, set_threads, weights_to_start_from, write_run_folder,
+    DIVERGED, DONE, INTERRUPTED, STOPPED, USER_ERROR, StopRequest, check_memory, check_resume, check_run_folder, check_same_data, checkpoint_to_resume,
+    again, claim_folder, interruptible, keep_freed_memory, last_word, next_commands, remember_stop, repeated_stop, resolve, set_threads, weights_to_start_from,
+    write_run_folder,
 )
-from .model import Transformer, check_shapes, count_parameters
-from .monitoring import MetricsWriter, Throughput, progress_bar, write_report
+from .model import Transformer, check_shapes, count_parameters, flops_per_token
+from llm_from_scratch.monitoring import (
+    MetricsWriter, Throughput, progress_bar, read_metrics, readable, utilisation, write_report,
+)
 from .optim import build_optimizer, set_lr
 from .token_shards import TokenShards, cached_shards
 from .tokenizer import Tokenizer, cached_tokenizer
@@ -91,6 +94,7 @@ class Training:
     tokens: int = 0          # counted targets so far, all ranks
     skipped: int = 0         # steps whose gradient was not finite
     last_val: dict = field(default_factory=dict)  # newest val_loss and val_bpb
+    first_step: int = 0      # steps done before this sitting
 
     @property
     def model(self) -> Transformer: return self.engine.model
@@ -116,6 +120,7 @@ def build_training(
     device, train = choose_device(ranks), config.train
     dtype = choose_dtype(train.dtype, device)
     plan_batch(train.global_batch, train.micro_batch, ranks.world_size)
+    check_memory(config, data.tokenizer.vocab_size, ranks, device)
     model = Transformer(replace(config, tokenizer={"vocab_size": data.tokenizer.vocab_size}, model={"vocab_size": data.tokenizer.vocab_size}).model).to(device)
     check_shapes(model)
     if train.init_from: load_checkpoint(weights_to_start_from(train.init_from), {"model": model})
@@ -130,11 +135,18 @@ def build_training(
 # %% ../nbs/09_train.ipynb #1d1ded32
 PROGRESS = ("step", "tokens", "skipped", "last_val") # counters that a checkpoint keeps
 
+def check_ranks(
+    training: Training, # all ranks call this together
+) -> None:              # silent where they agree
+    "ParityError where ranks that should be equal are not."
+    if training.ranks.world_size > 1: check_parity(training.model, **{name: getattr(training, name) for name in PROGRESS})
+
 def save(
     training: Training, # all ranks call this together
     run_dir: Path,      # gets checkpoints/step_NNNNNNNN
 ) -> None:              # returns when the checkpoint is whole
-    "Write a checkpoint, then let the oldest go."
+    "Write a checkpoint, then let the oldest go; ParityError, and nothing written, where the ranks hold different weights."
+    check_ranks(training)
     generators, folder = gather_objects(capture_rng()), run_dir / "checkpoints"
     if training.ranks.is_main:
         progress = {name: getattr(training, name) for name in PROGRESS}
@@ -152,6 +164,7 @@ def resume(
     parts = {"model": training.model, "engine": training.engine, "loader": training.loader}
     state = load_checkpoint(path, parts, inputs=training.data.manifests)
     for name in PROGRESS: setattr(training, name, state["progress"][name])
+    training.first_step = training.step
     restore_rng(state["rng"], rank=training.ranks.rank)
 
 # %% ../nbs/09_train.ipynb #5c1f3533
@@ -214,10 +227,10 @@ def write_on(
     seed: int = 0,      # same seed, same texts
 ) -> list[str]:         # prompt and continuation
     "Continue a prompt several times as the configuration says."
-    options, room = training.config.eval, training.model.cfg.max_seq_len - len(training.data.tokenizer.encode(prompt, bos=True))
+    room = training.model.cfg.max_seq_len - len(training.data.tokenizer.encode(prompt, bos=True))
+    options = training.config.eval.model_dump(include={"temperature", "top_k", "top_p"})
     if room < 1: return [prompt] * count
-    return complete(training.model, training.data.tokenizer, prompt, count=count, max_new_tokens=min(new_tokens, room),
-                    temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=seed)
+    return complete(training.model, training.data.tokenizer, prompt, count=count, max_new_tokens=min(new_tokens, room), seed=seed, **options)
 
 # %% ../nbs/09_train.ipynb #e644928e
 CODE_PROMPTS = ("def ", "class ", "import ")
@@ -269,23 +282,10 @@ def show_start(
     console.print(f"batch        {train.global_batch} rows asked for = {train.global_batch // ranks // accumulation} a micro-batch x {accumulation} accumulated x {ranks} ranks, {train.seq_len} tokens each")
     for note in notes: console.print(f"note         {note}")
 
-# %% ../nbs/09_train.ipynb #47861658
+# %% ../nbs/09_train.ipynb #15803f98
 FOLDER = {"report": "report/index.html", "checkpoints": "checkpoints", "metrics": "metrics.jsonl", "TensorBoard": "tensorboard",
           "log": "log.jsonl", "configuration": "config.yaml", "tokenizer": "tokenizer"} # what lies where in a run's folder
 
-def next_commands(
-    run_dir: Path,          # of a finished or stopped run
-    prompt: str = "def ",   # text to go on from
-) -> dict[str, str]:        # name -> shell command
-    "The three commands to try after a run."
-    where, python = shlex.quote(str(run_dir)), "python -m llm_from_scratch"
-    return {
-        "resume": f"torchrun -m llm_from_scratch.train --run-dir {where} --resume auto",
-        "generate": f"{python}.generate --run-dir {where} --prompt {shlex.quote(prompt)}",
-        "evaluate": f"{python}.eval --run-dir {where} --text README.md",
-    }
-
-# %% ../nbs/09_train.ipynb #15803f98
 def show_end(
     console: Console,    # prints on rank 0 only
     run_dir: Path,       # named in the table
@@ -298,7 +298,7 @@ def show_end(
         console.rule(f"sample {number}", align="left")
         console.print(text, markup=False, highlight=False)
     table = Table(title="The run", title_justify="left", show_header=False)
-    for name, value in figures.items(): table.add_row(name, f"{value:,.4f}" if isinstance(value, float) else f"{value:,}")
+    for name, value in figures.items(): table.add_row(name, f"{value:,.4f}" if isinstance(value, float) else readable(value))
     table.add_section()
     for name, place in FOLDER.items(): table.add_row(name, str(run_dir / place))
     console.print(table)
@@ -323,8 +323,18 @@ def watch_and_fit(
             if "val_loss" in values: log.info("validation", extra={"step": step, **training.last_val})
             bar.update(step, **values)
         code = fit(training, run_dir, observe, stop)
+        if code == DONE and stop.reason: code = STOPPED # it came after the last step: evaluation and report are left for a resume
         log.info("end", extra={"step": training.step, "exit_code": code, "reason": stop.reason})
     return code
+
+# %% ../nbs/09_train.ipynb #12fe284f
+def share_of_peak(
+    training: Training, # after its last step
+    rows: list[dict],   # of read_metrics
+) -> str:               # in words; "unknown: ..." where this sitting took no step
+    "How much of the device's peak this sitting's steps used."
+    work = flops_per_token(training.model.cfg, training.config.train.seq_len)
+    return utilisation(rows, training.device, training.dtype, after_step=training.first_step, flops_per_token=work, num_devices=training.ranks.world_size)
 
 # %% ../nbs/09_train.ipynb #6cc26c26
 def tell(
@@ -334,6 +344,7 @@ def tell(
 ) -> None:
     "Evaluate, write the report and summary.json, print the closing table."
     figures, samples = closing_evaluation(training)
+    figures["of the device's peak"] = share_of_peak(training, read_metrics(run_dir))
     write_report(run_dir, title=run_dir.name, summary=figures, samples=samples)
     write_json(run_dir / "summary.json", {**figures, "samples": samples})
     prompt = "".join(sample_prompts(training, 1)[:1]).splitlines() or ["def "]
@@ -352,6 +363,8 @@ def run(
     "One training run from text to report."
     console = console or Console(quiet=not ranks.is_main, soft_wrap=True, markup=False)
     claim_folder(run_dir, resume_from)
+    if old: check_run_folder(run_dir)
+    check_memory(config, config.model.vocab_size or config.tokenizer.vocab_size, ranks, choose_device(ranks))
     start = broadcast_object(checkpoint_to_resume(run_dir, resume_from) if ranks.is_main else None)
     notes = check_resume(old, config, checkpoint_step(start) if start else 0) if old else []
     data = prepare_data(config)
@@ -359,14 +372,15 @@ def run(
     training = build_training(config, data, ranks)
     if start: resume(training, start)
     if start: notes.append(f"resumed from {start}")
+    check_ranks(training)
     fingerprint = write_run_folder(run_dir, config, data.tokenizer, data.manifests, environment_report()) if ranks.is_main else {}
     if ranks.is_main: show_start(console, training, fingerprint, notes)
     code = watch_and_fit(training, run_dir, console)
-    with StopRequest(): # a signal now would cost the report of a finished run
+    try:
         if code == DONE and ranks.is_main: tell(training, run_dir, console)
-    if code == STOPPED: console.print(f"stopped after step {training.step}, saved; go on with: {next_commands(run_dir)['resume']}")
-    if code == DIVERGED: console.print(f"diverged at step {training.step}: steps are not finite; the newest checkpoint is from before")
-    barrier()
+    except KeyboardInterrupt: code = STOPPED # the last step's checkpoint stands; a resume begins at the evaluation
+    with StopRequest(): code = broadcast_object(code)
+    if code != DONE: console.print(last_word(code, run_dir, training.step, config.train.steps))
     return code
 
 # %% ../nbs/09_train.ipynb #27f7a4fa
@@ -385,9 +399,17 @@ def main(
     set_threads(config.train.num_threads, ranks)
     keep_freed_memory()
     set_deterministic(config.train.deterministic)
-    open_process_group(ranks, choose_device(ranks), timeout_seconds=config.engine.timeout_seconds)
-    code = hold_and_run(options, config, old, ranks)
-    close_process_group()
+    try:
+        with interruptible():
+            open_process_group(ranks, choose_device(ranks), timeout_seconds=config.engine.timeout_seconds)
+            code = hold_and_run(options, config, old, ranks)
+            close_process_group()
+    except UserError as error: # every rank may have found it: one tells
+        if speaks_first(str(error)): raise
+        code = USER_ERROR
+    except KeyboardInterrupt:
+        if ranks.is_main: raise
+        code = INTERRUPTED
     return code
 
 # %% ../nbs/09_train.ipynb #1d6b3f53
@@ -403,8 +425,11 @@ def hold_and_run(
     with Lock(run_dir / ".lock") if ranks.is_main else nullcontext():
         if ranks.is_main: (run_dir / "stopped.json").unlink(missing_ok=True)
         try: code = run(config, run_dir, ranks, resume_from=options.resume, old=old)
-        except UserError as error:
-            if ranks.is_main: remember_stop(run_dir, USER_ERROR, str(error))
+        except (UserError, RuntimeError, KeyboardInterrupt) as error: # the latter two may only mean that another rank is gone
+            mistake = str(error) if isinstance(error, UserError) else mistake_elsewhere()
+            if mistake and ranks.is_main: remember_stop(run_dir, USER_ERROR, mistake)
+            if mistake: raise UserError(mistake) from error
+            if isinstance(error, KeyboardInterrupt): raise KeyboardInterrupt(f"{error} outside of the steps; go on with: {again(run_dir)}") from None
             raise
         if ranks.is_main and code != DONE: remember_stop(run_dir, code, "diverged" if code == DIVERGED else "signal")
         return code

@@ -198,3 +198,29 @@ def test_odd_json_lines_cost_themselves_only(tmp_path):
     assert tally["bad_json"] == 1 and tally["read"] == 3
     for document in found:
         (document.id + (document.source or "")).encode("utf-8")
+
+
+def test_files_without_a_line_or_a_row_are_counted(tmp_path, good):
+    (tmp_path / "a.jsonl").write_bytes(b"")
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b""))
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(b""))
+    parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), tmp_path / "d.parquet")
+    found, tally = read(good, *(tmp_path / name for name in ("a.jsonl", "b.jsonl.gz", "c.txt.gz", "d.parquet")))
+    assert tally == {"read": 5, "kept": 1, "empty": 4}
+    with pytest.raises(UserError, match="b.jsonl.gz: empty"):
+        read(tmp_path / "b.jsonl.gz")
+
+
+@pytest.mark.parametrize("end", [d.KEPT, d.HELD_OUT])
+def test_a_foreign_id_cannot_choose_its_split(tmp_path, end):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"id": f"page-{number}{end}", "text": f"text {number}"}) + "\n" for number in range(400)))
+    held_out = sum(d.is_validation(document.id, 0.25) for document in read(path)[0])
+    assert 50 < held_out < 150
+    (tmp_path / f"page{end}").write_text("text")
+    assert not read(tmp_path / f"page{end}")[0][0].id.endswith(end)
+
+
+def test_an_empty_name_does_not_mean_the_present_folder():
+    with pytest.raises(UserError, match="an empty name"):
+        d.list_inputs([""])

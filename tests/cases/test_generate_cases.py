@@ -1,6 +1,7 @@
 "Sampling, the cache, batches and streaming: EVAL-5..7, MOD-8, TOK-10, and the command's errors."
 
 import math
+import os
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ from llm_from_scratch.config import Config, ModelConfig, to_yaml
 from llm_from_scratch.env import UserError
 from llm_from_scratch.generate import (
     Respelling,
+    Sampling,
     complete,
     evaluation_mode,
     filter_logits,
@@ -325,6 +327,9 @@ def test_command_errors_are_one_line_with_exit_code_2(tmp_path):
         (["--prompt", "x"], "--run-dir is missing"),
         (["--run-dir", "x", "--top-p", "1.5"], "top_p is 1.5"),
         (["--run-dir", "x", "--top-k", "many"], "--top-k"),
+        (["--run-dir", "x", "--seed", "-1"], "seed is -1"),
+        (["--run-dir", "x", "--seed", str(2**64)], "seed is"),
+        (["--run-dir", ""], "--run-dir is empty"),
     ],
 )
 def test_command_names_what_is_wrong(arguments, complaint):
@@ -335,3 +340,37 @@ def test_command_names_what_is_wrong(arguments, complaint):
 def test_command_refuses_a_run_without_a_checkpoint(tmp_path):
     with pytest.raises(UserError, match=tmp_path.name):
         main(["--run-dir", str(tmp_path), "--prompt", "x"])
+
+
+def test_a_closed_or_binary_standard_input_is_one_line(run_dir):
+    command = f"{sys.executable} -m llm_from_scratch.generate --run-dir {run_dir} --prompt -"
+    for redirection in ("<&-", f"< {run_dir / 'checkpoints' / 'step_00000007' / 'model.safetensors'}"):
+        done = subprocess.run(f"{command} {redirection}", shell=True, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONUTF8": "1", "PYTHONIOENCODING": "utf-8:strict"})
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        assert done.stderr.startswith("error: --prompt - reads standard input, which is closed or not UTF-8")
+
+
+def test_healing_looks_at_the_end_of_a_long_prompt_only(tokenizer, monkeypatch):
+    prompt = "".join(f"{line}\n" for line in LINES * 700) + "    return"
+    num_ids, short = len(tokenizer.encode(prompt)), heal_prompt(tokenizer, "    return")
+    decoded = []
+    decode = Tokenizer.decode
+    monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: decoded.append(len(ids)) or decode(self, ids))
+    ids, tail = heal_prompt(tokenizer, prompt)
+    assert num_ids > 10_000 and tail == short[1]
+    assert sum(decoded) < num_ids
+    model = small_model(vocab_size=tokenizer.vocab_size)
+    with pytest.raises(UserError, match="shorten it"):
+        next(stream(model, tokenizer, prompt, max_new_tokens=1))
+
+
+def test_one_group_of_options_serves_every_way_to_draw(tokenizer):
+    model, options = small_model(vocab_size=tokenizer.vocab_size), dict(temperature=0.7, top_k=9, top_p=0.9, repetition_penalty=1.2, seed=5)
+    ids = [tokenizer.encode("def ", bos=True)]
+    row = generate(model, ids, max_new_tokens=12, **options)[0]
+    steps = generate_steps(model, ids, max_new_tokens=12, sampling=Sampling(**options))
+    assert [step[0] for step in steps] == row
+    text = "".join(stream(model, tokenizer, "def ", max_new_tokens=12, heal=False, **options))
+    assert text == tokenizer.decode(generate(model, ids, max_new_tokens=12, eos_id=tokenizer.eos_id, **options)[0])
+    with pytest.raises(TypeError, match="temprature"):
+        complete(model, tokenizer, "def ", max_new_tokens=3, temprature=1.0)

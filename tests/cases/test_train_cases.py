@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from llm_from_scratch import train
+from llm_from_scratch import artifacts, train
 from llm_from_scratch.checkpointing import latest_checkpoint, load_run
-from llm_from_scratch.env import UserError, set_deterministic
+from llm_from_scratch.env import UserError, run_command, set_deterministic
 from llm_from_scratch.launch import STOPPED
 from llm_from_scratch.optim import lr_at
 
@@ -234,12 +234,150 @@ def test_rows_of_one_token_train(options, tmp_path):
     assert train.main([*options, "--train.seq-len", "1", "--model.max-seq-len", "1", "--train.steps", "2", "--run-dir", str(tmp_path / "run")]) == 0
 
 
-def test_an_emptied_run_folder_is_refused_in_words(options, undisturbed, tmp_path):
+def copied(undisturbed, tmp_path):
     run_dir = tmp_path / "copy"
     shutil.copytree(undisturbed, run_dir)
-    (run_dir / "data.json").write_text("{}")
-    with pytest.raises(UserError, match="it was None"):
+    return run_dir
+
+
+def test_rows_that_a_crash_or_a_hand_damaged_are_told(undisturbed, tmp_path):
+    run_dir = copied(undisturbed, tmp_path)
+    (run_dir / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": 2.0}\n{"st\xff\n')
+    with pytest.raises(UserError, match=r"metrics.jsonl, line 2: not a row of metrics"):
         train.main(["--run-dir", str(run_dir), "--resume", "auto"])
-    (run_dir / "config.yaml").write_text("")
-    with pytest.raises(UserError, match="config.yaml is empty"):
+
+
+@pytest.mark.parametrize("name, text, words", [
+    ("data.json", "{}", "data.json does not hold the hashes"),
+    ("data.json", "[]", "data.json does not hold the hashes"),
+    ("data.json", "", "data.json: damaged JSON"),
+    ("data.json", None, "data.json: no such file"),
+    ("config.yaml", "", "config.yaml is empty"),
+    ("config.yaml", "greeting: hello\n", "config.yaml: unknown key 'greeting'"),
+    ("config.yaml", "model: {hidden_size: 32}\n", "config.yaml has the hash .* but .*config.sha256 says"),
+    ("config.yaml", None, "it has no config.yaml"),
+    ("config.sha256", "", "config.sha256 says nothing"),
+    ("tokenizer/tokenizer.model", "no model", "the tokenizer is damaged.*a resume writes it anew"),
+    ("tokenizer/manifest.json", "{}", "not a manifest of ours.*a resume writes it anew"),
+])
+def test_a_damaged_run_folder_is_refused_before_anything_is_prepared(undisturbed, tmp_path, monkeypatch, name, text, words):
+    run_dir = copied(undisturbed, tmp_path)
+    (run_dir / name).write_text(text) if text is not None else (run_dir / name).unlink()
+    monkeypatch.setattr(train, "prepare_data", lambda config: pytest.fail("data were prepared"))
+    with pytest.raises(UserError, match=words) as caught:
         train.main(["--run-dir", str(run_dir), "--resume", "auto"])
+    assert "\n" not in str(caught.value)
+    if name.startswith("config"):
+        with pytest.raises(UserError, match=words):
+            load_run(run_dir)
+
+
+def test_a_removed_tokenizer_is_written_anew_and_the_report_too(undisturbed, tmp_path):
+    run_dir = copied(undisturbed, tmp_path)
+    for name in ("tokenizer", "report"):
+        shutil.rmtree(run_dir / name)
+    (run_dir / "summary.json").unlink()
+    assert train.main(["--run-dir", str(run_dir), "--resume", "auto"]) == 0
+    assert load_run(run_dir).step == 60 and (run_dir / "report" / "index.html").exists()
+    assert json.loads((run_dir / "summary.json").read_text())["val_loss"] == rows(run_dir)[-1]["val_loss"]
+
+
+def test_a_checkpoint_without_a_configuration_is_not_trained_over(options, undisturbed, tmp_path):
+    run_dir = copied(undisturbed, tmp_path)
+    (run_dir / "config.yaml").unlink()
+    with pytest.raises(UserError, match="already holds a run"):
+        train.main([*options, "--run-dir", str(run_dir)])
+
+
+SLEEPY = """
+import sys, time
+from llm_from_scratch import train
+from llm_from_scratch.env import run_command
+def sleepy(*args, **options):
+    print("asleep", flush=True)
+    time.sleep(60)
+    raise AssertionError("nobody woke it")
+setattr(train, sys.argv.pop(1), sleepy)
+run_command(train.main)
+"""
+
+
+def interrupt_in(function, args, number):
+    "Signal training while it is inside of one of its functions; exit code, standard output, standard error."
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-c", SLEEPY, function, *map(str, args)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    read = ""
+    while "asleep" not in read:
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        read += line
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, read + out, err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_the_report_says_how_to_go_on(undisturbed, tmp_path, number):
+    run_dir = copied(undisturbed, tmp_path)
+    for name in ("report", "tensorboard"):
+        shutil.rmtree(run_dir / name, ignore_errors=True)
+    code, out, err = interrupt_in("write_report", ["--run-dir", run_dir, "--resume", "auto"], number)
+    assert (code, err) == (STOPPED, "")
+    assert f"stopped after step 60, before its report, saved; go on with: torchrun -m llm_from_scratch.train --run-dir {run_dir} --resume auto" in out
+    assert json.loads((run_dir / "stopped.json").read_text())["exit_code"] == STOPPED
+    assert train.main(["--run-dir", str(run_dir), "--resume", "auto"]) == 0
+    assert (run_dir / "report" / "index.html").exists() and not (run_dir / "stopped.json").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_the_first_step_is_one_line(options, tmp_path, number):
+    code, out, err = interrupt_in("prepare_data", [*options, "--run-dir", tmp_path / "run"], number)
+    assert (code, err) == (130, f"interrupted by {number.name} outside of the steps; go on with: the same command\n")
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_divergence_without_a_checkpoint_says_so(options, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train, "is_finite", lambda model: False)
+    build = train.build_training
+    def poisoned(*args):
+        training = build(*args)
+        whole = training.engine.loss
+        training.engine.loss = lambda model, batch: whole(model, batch) * float("nan")
+        return training
+    monkeypatch.setattr(train, "build_training", poisoned)
+    assert train.main([*options, "--train.steps", "4", "--run-dir", str(tmp_path / "run")]) == 4
+    assert "no checkpoint was written yet; start another run with a lower --optim.lr" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("change, words", [
+    (["--model.hidden-size", "1000000"], r"take at least [\d,.]+ GB and [\d,.]+ GB of memory can be had"),
+    (["--model.num-layers", "100000000"], "does not fit"),
+    (["--run-dir", ""], "--run-dir is empty"),
+    (["--data.path", ""], "--data.path is empty"),
+    (["--resume", ""], "--resume is empty"),
+    (["--config", ""], "--config is empty"),
+    (["--train.init-from", ""], "--train.init-from is empty"),
+    (["--tokenizer.character-coverage", "0.9"], "tokenizer.character_coverage.*0.98"),
+])
+def test_an_impossible_option_is_refused_at_once(options, tmp_path, monkeypatch, change, words):
+    monkeypatch.setattr(train, "prepare_data", lambda config: pytest.fail("data were prepared"))
+    with pytest.raises(UserError, match=words) as caught:
+        train.main([*options, "--run-dir", str(tmp_path / "run"), *change])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_restart_count_that_is_no_number_is_told(options, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "x")
+    with pytest.raises(UserError, match="TORCHELASTIC_RESTART_COUNT='x'"):
+        train.main([*options, "--run-dir", str(tmp_path / "run")])
+
+
+def test_a_full_disk_is_one_line(options, tmp_path, monkeypatch, capsys):
+    def full(*args, **more):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(artifacts.os, "fsync", full)
+    monkeypatch.setattr(sys, "argv", ["train", *options, "--train.steps", "2", "--run-dir", str(tmp_path / "run")])
+    with pytest.raises(SystemExit) as ended:
+        run_command(train.main)
+    err = capsys.readouterr().err
+    assert (ended.value.code, err.count("\n")) == (2, 1) and str(tmp_path / "run") in err and "No space left" in err

@@ -13,10 +13,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def command(num_ranks, *args):
+def command(num_ranks, *args, program=("-m", "llm_from_scratch.train")):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--max-restarts", "2", "--nproc-per-node", str(num_ranks)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    arguments = [sys.executable, *launcher, "-m", "llm_from_scratch.train", *map(str, args)]
+    arguments = [sys.executable, *launcher, *program, *map(str, args)]
     return subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
 
 
@@ -74,3 +74,71 @@ def test_a_stop_reaches_all_ranks_and_is_not_restarted(options, tmp_path):
     assert code == 0, out
     assert list(losses(run_dir)) == list(range(1, last + 4))
     assert "the learning rate at step" in out
+
+
+def errors(out):
+    return [line for line in out.splitlines() if line.startswith("error: ")]
+
+
+def test_a_mistake_of_all_ranks_is_told_once(options, tmp_path):
+    nowhere = tmp_path / "nowhere"
+    code, out = finish(command(2, *options, "--data.path", nowhere, "--train.steps", 2, "--run-dir", tmp_path / "run"))
+    assert code != 0
+    assert len(errors(out)) == 1 and str(nowhere) in errors(out)[0], out
+    assert "interrupted" not in out
+    stopped = json.loads((tmp_path / "run" / "stopped.json").read_text())
+    assert stopped["exit_code"] == 2 and str(nowhere) in stopped["reason"]
+
+
+ONE_RANK = """
+import os, sys, time
+from llm_from_scratch import train
+from llm_from_scratch.env import UserError, run_command
+prepare_data = train.prepare_data
+def on_my_machine(config):
+    if os.environ["RANK"] == WRONG: raise UserError("my/own/file: cannot be read")
+    return prepare_data(config)
+train.prepare_data = on_my_machine
+run_command(train.main)
+"""
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_mistake_of_one_rank_is_told_by_it(options, tmp_path, rank):
+    script = tmp_path / "one_rank.py"
+    script.write_text(ONE_RANK.replace("WRONG", repr(rank)))
+    code, out = finish(command(2, *options, "--train.steps", 2, "--run-dir", tmp_path / "run", program=[str(script)]))
+    assert code != 0
+    assert errors(out) == ["error: my/own/file: cannot be read"], out
+    assert "interrupted" not in out and "connection" not in out.lower(), out
+    assert json.loads((tmp_path / "run" / "stopped.json").read_text())["reason"] == "my/own/file: cannot be read"
+
+
+SLOW_REPORT = """
+import time
+from llm_from_scratch import train
+from llm_from_scratch.env import run_command
+def write_report(*args, **options):
+    print("asleep", flush=True)
+    time.sleep(60)
+train.write_report = write_report
+run_command(train.main)
+"""
+
+
+def test_a_stop_during_the_report_is_told_once_and_resumed(options, tmp_path):
+    script, run_dir = tmp_path / "slow_report.py", tmp_path / "run"
+    script.write_text(SLOW_REPORT)
+    process = command(2, *options, "--train.steps", 3, "--run-dir", run_dir, program=[str(script)])
+    seen = ""
+    while "asleep" not in seen:
+        line = process.stdout.readline()
+        assert line, seen
+        seen += line
+    process.send_signal(signal.SIGTERM)
+    code, out = finish(process)
+    assert out.count("stopped after step 3, before its report, saved; go on with:") == 1, out
+    assert "interrupted" not in out and "error: " not in out
+    assert json.loads((run_dir / "stopped.json").read_text())["exit_code"] == 3
+    code, out = finish(command(1, "--run-dir", run_dir, "--resume", "auto"))
+    assert code == 0 and (run_dir / "report" / "index.html").exists(), out
