@@ -238,11 +238,12 @@ def config_hash(
 
 # %% ../nbs/00a_config.ipynb #80425487
 class StrictLoader(yaml.SafeLoader):
-    "SafeLoader that refuses a key given twice."
+    "SafeLoader that refuses a key given twice, and reads `off` and `yes` as words where they are keys."
 
     def construct_mapping(self, node, deep=False):
         seen = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:bool": key_node.tag = "tag:yaml.org,2002:str"
             key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise yaml.YAMLError(f"key {key!r} is given twice, the second time in line {key_node.start_mark.line + 1}")
