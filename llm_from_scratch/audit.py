@@ -207,7 +207,8 @@ def draw_scores(
         for limit in limits.get(name, []): axes.axvline(limit, color="black", linewidth=0.8, linestyle="--")
         axes.set_title(name, fontsize=7, pad=2)
         axes.tick_params(labelsize=6, pad=1, length=2)
-        axes.locator_params(nbins=4)
+        axes.locator_params(axis="x", nbins=3)
+        axes.set_yticks([])
         axes.spines[["top", "right"]].set_visible(False)
     return figure
 

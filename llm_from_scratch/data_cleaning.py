@@ -112,7 +112,7 @@ class CleanConfig(Section):
     lang_threshold: Share = Field(0.65, description="least probability of the language; 0 switches the language filter off")
     min_bytes: Positive = Field(64, description="least bytes of an answer's body")
     max_bytes: Positive = Field(4 * 2**20, description="most bytes of an answer's body")
-    max_text_bytes: Positive = Field(32 * 2**20, description="most bytes of a text file or of one row's text; several times as much memory is used")
+    max_text_bytes: Positive = Field(8 * 2**20, description="most bytes of a text file or of one row's text; up to sixty times as much memory is used")
     page_seconds: float = Field(5.0, gt=0, description="longest time for extracting one page, seconds")
     page_memory_bytes: Positive = Field(512 * 2**20, description="memory of the process that extracts pages, bytes")
 
@@ -327,10 +327,13 @@ def script_of(
     name = unicodedata.name(character, "").split(" ")[0].split("-")[0] if character.isalpha() else ""
     return "EAST ASIAN" if name in EAST_ASIAN else "" if name == "MODIFIER" else name
 
+_NO_LETTER = dict.fromkeys(code for code in range(128) if not chr(code).isalpha())
+
 def main_script(
     text: str, # any
 ) -> tuple[str, int, str]: # script, its letters by weight, the text with other scripts' letters blanked
     "The script with the most letters, and what is written in it."
+    if text.isascii(): return ("LATIN", num_letters, text) if (num_letters := len(text.translate(_NO_LETTER))) else ("", 0, text)
     characters, letters = set(text), Counter({"": 0})
     for character in characters:
         if script := script_of(character): letters[script] += text.count(character) * LETTER_WEIGHTS.get(script, 2)
@@ -398,6 +401,12 @@ class _Page:
     body: bytes
     content_type: str | None
 
+def _printable(name: str) -> str:
+    return name.encode("utf-8", "backslashreplace").decode("utf-8") # as Document wants it: a file's name may hold any byte
+
+def _name(path: str | Path) -> str:
+    return _printable(str(path)) if is_remote(path) else document_id(path)
+
 class _Archive(WarcReader):
     def __init__(self, path: str | Path):
         super().__init__(path, kinds=PAGE_KINDS)
@@ -405,16 +414,17 @@ class _Archive(WarcReader):
 
     def lose(self, fate: str, offset: int, reason: str): # exactly the losses that the reader counts, each in its place
         super().lose(fate, offset, reason)
-        stage = {"id": f"{self.path}:{offset}", "warc_file": str(self.path), "warc_offset": offset, "detail": reason}
+        name = _name(self.path)
+        stage = {"id": f"{name}:{offset}", "warc_file": name, "warc_offset": offset, "detail": reason}
         self.lost.append(Rejected(reason=_LOSSES.get(fate, "damaged_record"), stage="read", **stage))
 
 def _read_archive(path: str | Path, cfg: CleanConfig) -> Iterator[Document | _Page | Rejected]:
-    archive = _Archive(path)
+    archive, name = _Archive(path), _name(path)
     for record in archive:
         while archive.lost: yield archive.lost.popleft()
-        yield _judge_record(record, str(path), cfg)
+        yield _judge_record(record, name, cfg)
     yield from archive.lost
-    if archive.problem: yield Rejected(str(path), "not_an_archive", "read", warc_file=str(path), detail=archive.problem)
+    if archive.problem: yield Rejected(name, "not_an_archive", "read", warc_file=name, detail=_printable(archive.problem))
 
 def _judge_record(record: WarcRecord, name: str, cfg: CleanConfig) -> Document | _Page | Rejected:
     url = record.url.encode("utf-8", "replace").decode("utf-8") if record.url else None
@@ -430,7 +440,17 @@ def _host(url: str | None) -> str | None:
     try: return urlsplit(url or "").hostname
     except ValueError: return None
 
-# %% ../nbs/01_data_cleaning.ipynb #985886a3
+# %% ../nbs/01_data_cleaning.ipynb #146ac57c
+def _rows(local: Path, kind: str) -> Iterator[Document | Skipped]:
+    try: yield from (read_jsonl if kind == "jsonl" else read_parquet)(local)
+    except UserError: yield Skipped(document_id(local), "no_text") # Parquet without such a column costs this file only
+
+def _in_range(found: Document) -> Document: # a row may bring any number
+    return found if (found.warc_offset or 0).bit_length() < 64 else replace(found, warc_offset=None)
+
+def _is_longer(text: str, max_bytes: int) -> bool:
+    return len(text) > max_bytes or 4 * len(text) > max_bytes and len(text.encode("utf-8", "surrogatepass")) > max_bytes
+
 def _read_bounded(path: str | Path, max_bytes: int) -> bytes | None:
     with open_binary(path) as file:
         stream = gzip.GzipFile(fileobj=file) if str(path).lower().endswith(".gz") else file
@@ -438,7 +458,7 @@ def _read_bounded(path: str | Path, max_bytes: int) -> bytes | None:
         except (EOFError, gzip.BadGzipFile, zlib.error): return None
 
 def _read_file(path: str | Path, cfg: CleanConfig) -> Iterator[Document | _Page | Rejected]:
-    name, is_page = document_id(path) if not is_remote(path) else str(path), source_kind(path) == "page"
+    name, is_page = _name(path), source_kind(path) == "page"
     max_bytes = cfg.max_bytes if is_page else cfg.max_text_bytes
     body, document = _read_bounded(path, max_bytes), Document(name, "", source=PurePosixPath(name).parent.name or None)
     if body is None: yield Rejected(name, "damaged_file", "read")
@@ -448,17 +468,17 @@ def _read_file(path: str | Path, cfg: CleanConfig) -> Iterator[Document | _Page 
         try: yield replace(document, text=body.decode("utf-8"))
         except UnicodeDecodeError as error: yield Rejected(name, "not_utf8", "read", detail=f"byte {error.start}")
 
-# %% ../nbs/01_data_cleaning.ipynb #b78a1215
+# %% ../nbs/01_data_cleaning.ipynb #985886a3
 def _read_rows(path: str | Path, cfg: CleanConfig) -> Iterator[Document | Rejected]:
     with tempfile.TemporaryDirectory() as folder:
         local = fetch(path, folder)
-        reader, before, name = read_jsonl if source_kind(path) == "jsonl" else read_parquet, document_id(local), str(path)
-        for found in reader(local):
+        before, name = document_id(local), _name(path)
+        for found in _rows(local, source_kind(path)):
             place = found.where if isinstance(found, Skipped) else found.id
             if is_remote(path) and place.startswith(before): place = name + place[len(before):]
             if isinstance(found, Skipped): yield Rejected(place, "damaged_file" if found.reason == "damaged" else found.reason, "read")
-            elif len(found.text) > cfg.max_text_bytes: yield Rejected(place, "text_too_large", "read", detail=str(len(found.text)))
-            else: yield replace(found, id=place, source=found.source or _host(found.url) or PurePosixPath(name).parent.name or None)
+            elif _is_longer(found.text, cfg.max_text_bytes): yield Rejected(place, "text_too_large", "read", detail=f"{len(found.text)} characters")
+            else: yield replace(_in_range(found), id=place, source=found.source or _host(found.url) or PurePosixPath(name).parent.name or None)
 
 # %% ../nbs/01_data_cleaning.ipynb #7a84b152
 MAX_WAITING = 64 # items held while a page is being parsed
