@@ -1,6 +1,10 @@
 "Tests marked slow or cuda are skipped, and counted, unless they are asked for and can run."
 
+import os
+
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two test processes with two threads each would spin against one another
 
 
 def pytest_collection_modifyitems(config, items):
