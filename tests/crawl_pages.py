@@ -1,6 +1,5 @@
 "Invented web pages with every fault of the cases, and the command that cleans them, in this process."
 
-import functools
 import gzip
 import json
 import random
@@ -10,9 +9,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from llm_from_scratch import corpus
+from llm_from_scratch import assembly, corpus
 from llm_from_scratch.documents import list_inputs
-from llm_from_scratch.tasks import run_tasks
 
 PEOPLE = "ferryman carpenter sister baker surveyor neighbour sailor student nurse tailor gardener keeper violinist postwoman fisherman guide teacher miller shepherd cook".split()
 THINGS = "boat door bottle clock map letter kettle chair apple rope coat basket gate notebook lamp hammer ladder blanket mirror violin barrel curtain saddle engine".split()
@@ -107,10 +105,10 @@ def write_crawl(folder):
 def build(*arguments, groups=500, pictures=False):
     "The command in this process; its exit code. Pictures take seconds."
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "run_tasks", functools.partial(run_tasks, start_method="fork")) # a new process imports for seconds
+        patch.setattr(corpus, "START_METHOD", "fork") # a new process imports for seconds
         patch.setattr(corpus, "GROUP_FILES", groups)
-        if not pictures: patch.setattr(corpus, "figure_html", lambda *values: "")
-        for name in () if pictures else ("draw_funnel", "draw_counts", "draw_lengths", "draw_shares", "draw_scores"): patch.setattr(corpus, name, lambda *values: None)
+        if not pictures: patch.setattr(assembly, "figure_html", lambda *values: "")
+        for name in () if pictures else ("draw_funnel", "draw_counts", "draw_lengths", "draw_shares", "draw_scores"): patch.setattr(assembly, name, lambda *values: None)
         return corpus.main([str(argument) for argument in arguments])
 
 
