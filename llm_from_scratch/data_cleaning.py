@@ -441,6 +441,8 @@ def _host(url: str | None) -> str | None:
     except ValueError: return None
 
 # %% ../nbs/01_data_cleaning.ipynb #146ac57c
+_SKIPPED = {"damaged": "damaged_file", "too_long": "text_too_large"} # the readers' reasons that have another name here
+
 def _rows(local: Path, kind: str) -> Iterator[Document | Skipped]:
     try: yield from (read_jsonl if kind == "jsonl" else read_parquet)(local)
     except UserError: yield Skipped(document_id(local), "no_text") # Parquet without such a column costs this file only
@@ -476,7 +478,7 @@ def _read_rows(path: str | Path, cfg: CleanConfig) -> Iterator[Document | Reject
         for found in _rows(local, source_kind(path)):
             place = found.where if isinstance(found, Skipped) else found.id
             if is_remote(path) and place.startswith(before): place = name + place[len(before):]
-            if isinstance(found, Skipped): yield Rejected(place, "damaged_file" if found.reason == "damaged" else found.reason, "read")
+            if isinstance(found, Skipped): yield Rejected(place, _SKIPPED.get(found.reason, found.reason), "read")
             elif _is_longer(found.text, cfg.max_text_bytes): yield Rejected(place, "text_too_large", "read", detail=f"{len(found.text)} characters")
             else: yield replace(_in_range(found), id=place, source=found.source or _host(found.url) or PurePosixPath(name).parent.name or None)
 

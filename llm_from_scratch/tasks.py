@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -176,6 +176,14 @@ def _one_thread() -> Iterator[None]:
     finally:
         for name in added: os.environ.pop(name, None)
 
+@contextmanager
+def _undisturbed() -> Iterator[None]: # a process started now does not hear Ctrl-C, not even while it imports
+    if not hasattr(signal, "pthread_sigmask"): yield; return
+    resource_tracker.ensure_running() # which unblocks SIGINT when it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try: yield
+    finally: signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
 # %% ../nbs/00c_tasks.ipynb #f2874d2c
 class _Worker:
     def __init__(self, context: Any, function_name: str):
@@ -183,7 +191,7 @@ class _Worker:
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, function_name), daemon=True)
         self.is_ready, self.request = False, None
-        with _one_thread(): self.process.start()
+        with _one_thread(), _undisturbed(): self.process.start()
         theirs.close()
 
     def give(self, request: _Request) -> bool:
