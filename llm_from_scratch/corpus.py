@@ -75,8 +75,7 @@ def plan_tasks(
 def input_size(
     path: str, # local or remote
 ) -> int:      # bytes
-    "The size of an input file."
-    if not is_remote(path): return os.stat(path).st_size
+    "The size of an input file; raises UserError at once where it may not be read."
     with open_binary(path) as file: return file.seek(0, os.SEEK_END)
 
 # %% ../nbs/01c_corpus.ipynb #3cf8236e
@@ -112,6 +111,7 @@ def check_places(
     if is_remote(out): found = [name for name in files if name.startswith(out.rstrip("/") + "/")]
     else:
         own = [os.path.abspath(place) for place in (_folder(out), work_folder(out))]
+        if os.path.ismount(own[0]): raise UserError(f"{out}: is a mount point, which can't be replaced as a whole; name a folder in it with --out")
         if Path.cwd().is_relative_to(own[0]): raise UserError(f"{out}: is replaced as a whole, and you are in it; name a new folder with --out")
         folders = {Path(name).parent for name in files if not is_remote(name)}
         found = [str(folder) for folder in sorted(folders) if any(folder.resolve().is_relative_to(Path(place).resolve()) for place in own)]
@@ -330,7 +330,8 @@ def shard_command(
         print(f"stopped; what is finished stays in {work_folder(cfg.out)}, the same command goes on", file=sys.stderr)
         return 3
     print(f"read {report.read:,} = kept {report.kept:,} + dropped {sum(report.dropped.values()):,} + damaged {report.damaged:,}")
-    print(f"corpus   {report.folder}\nreport   {report.folder}/report/index.html\ntrain    torchrun -m llm_from_scratch.train --data.path {report.folder}")
+    print(f"corpus   {report.folder}\nreport   {report.folder}/report/index.html")
+    print(f"train    torchrun -m llm_from_scratch.train --data.path {report.folder}" if report.kept else "nothing was kept; the report says why, document by document")
     waiting = report.dropped.get("semantic_review", 0)
     if waiting: print(f"review   {waiting:,} documents wait: python -m llm_from_scratch.corpus review {report.folder}")
     for name, reason in report.missing.items(): print(f"missing  task {name}: {reason}; the same command tries it again", file=sys.stderr)

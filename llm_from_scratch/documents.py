@@ -27,6 +27,7 @@ from pyarrow import parquet
 
 from .artifacts import sha256_file
 from .env import UserError, hash_json
+from .storage import files_below
 
 # %% ../nbs/00d_documents.ipynb #08ead8fc
 @dataclass(frozen=True)
@@ -110,8 +111,7 @@ def _matching_files(pattern: str) -> list[Path]:
 
 def _files_below(folder: Path) -> list[Path]:
     if _is_corpus(folder): return sorted(folder.glob("*.parquet")) # not its rejections and its report
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return [path for path in files if not any(part[0] == "." or part == "__pycache__" for part in path.relative_to(folder).parts)]
+    return files_below(folder)
 
 def _is_corpus(folder: Path) -> bool:
     try: manifest = json.loads((folder / "manifest.json").read_bytes())
