@@ -333,7 +333,7 @@ def shard_command(
     print(f"corpus   {report.folder}\nreport   {report.folder}/report/index.html")
     print(f"train    torchrun -m llm_from_scratch.train --data.path {report.folder}" if report.kept else "nothing was kept; the report says why, document by document")
     waiting = report.dropped.get("semantic_review", 0)
-    if waiting: print(f"review   {waiting:,} documents wait: python -m llm_from_scratch.corpus review {report.folder}")
+    if waiting: print(f"review   {waiting:,} waiting: python -m llm_from_scratch.corpus review {report.folder}")
     for name, reason in report.missing.items(): print(f"missing  task {name}: {reason}; the same command tries it again", file=sys.stderr)
     return 1 if report.missing else 0
 
