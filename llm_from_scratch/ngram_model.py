@@ -166,17 +166,29 @@ class NgramModel:
 # %% ../nbs/01ab_ngram_model.ipynb #f5c26f4f
 PIECE_CHARACTERS, MIN_PIECE_WORDS, MIN_HELD_OUT = 2048, 50, 20
 
+class _Piece(NamedTuple):
+    text: str
+    words: list[str]
+    text_draw: int  # hash of the whole text that it comes from
+    piece_draw: int # hash of the piece alone
 
-def _cut_up(texts: Iterable[str], split: Callable, held_out: float, max_words: int) -> tuple[list[list[str]], list[str], int]:
-    counted, kept_out, num_words = [], [], 0
+def _draw(text: str) -> int: return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"))
+
+def _cut_up(texts: Iterable[str], split: Callable, max_words: int) -> list[_Piece]:
+    pieces, num_words = [], 0
     for text in texts:
+        text_draw = _draw(text)
         for start, end in chunk_text(text, window=PIECE_CHARACTERS, overlap=0):
-            words, piece = split(text[start:end]), text[start:end].encode("utf-8", "surrogatepass")
-            if xxhash.xxh3_64_intdigest(piece) < held_out * 2**64 and len(words) >= MIN_PIECE_WORDS: kept_out.append(text[start:end])
-            else: counted.append(words)
-            num_words += len(words)
-            if num_words >= max_words: return counted, kept_out, num_words
-    return counted, kept_out, num_words
+            pieces.append(_Piece(text[start:end], split(text[start:end]), text_draw, _draw(text[start:end])))
+            num_words += len(pieces[-1].words)
+            if num_words >= max_words: return pieces
+    return pieces
+
+def _is_held_out(pieces: Sequence[_Piece], share: float) -> list[bool]:
+    fits = [len(piece.words) >= MIN_PIECE_WORDS for piece in pieces] # the perplexity of less is mostly chance
+    by_text = [long and piece.text_draw < share * 2**64 for long, piece in zip(fits, pieces)]
+    if max(MIN_HELD_OUT, share / 2 * sum(fits)) <= sum(by_text) <= 2 * share * sum(fits): return by_text
+    return [long and piece.piece_draw < share * 2**64 for long, piece in zip(fits, pieces)]
 
 # %% ../nbs/01ab_ngram_model.ipynb #1eca366d
 def fit_model(
@@ -184,15 +196,17 @@ def fit_model(
     *,
     split: Callable[[str], list[str]] = reference_words, # text -> words
     order: int = 3,               # words of the longest n-gram; CCNet has 5
-    held_out: float = 0.2,        # share of the pieces that is kept out to compare with
+    held_out: float = 0.2,        # share of the pieces that is kept out to compare with; whole texts where they come near it
     max_words: int = 10_000_000,  # what follows is not read
 ) -> NgramModel:
     "Count the n-grams of a reference; raises UserError where it is too small for percentiles."
-    counted, kept_out, num_words = _cut_up(texts, split, held_out, max_words)
-    if len(kept_out) < MIN_HELD_OUT or not counted:
+    pieces = _cut_up(texts, split, max_words)
+    is_out = _is_held_out(pieces, held_out)
+    if not MIN_HELD_OUT <= sum(is_out) < len(pieces):
+        num_words = sum(len(piece.words) for piece in pieces)
         raise UserError(f"the reference text holds {num_words} words, too few for percentiles; give about {int(500 * MIN_HELD_OUT / held_out)}")
-    model = NgramModel([kneser_ney(*part) for part in count_ngrams(np.concatenate([padded(words, order) for words in counted]), order)], np.zeros(1), split)
-    model.held_out = np.sort([model.perplexity(text) for text in kept_out])
+    model = NgramModel([kneser_ney(*part) for part in count_ngrams(np.concatenate([padded(piece.words, order) for piece, out in zip(pieces, is_out) if not out]), order)], np.zeros(1), split)
+    model.held_out = np.sort([model.perplexity(piece.text) for piece, out in zip(pieces, is_out) if out])
     return model
 
 # %% ../nbs/01ab_ngram_model.ipynb #ff0da3a6
@@ -246,7 +260,7 @@ def fit_references(
     fitted = {}
     for lang, pattern in sorted(cfg.reference.items()):
         files, target = list_inputs([pattern]), Path(folder, lang)
-        inputs = {"texts": inputs_hash(files), "pieces": PIECE_CHARACTERS}
+        inputs = {"texts": inputs_hash(files), "pieces": PIECE_CHARACTERS, "held_out": "texts"}
         if target.exists():
             if read_manifest(target, kind="ngram_model")["inputs"] != inputs:
                 raise UserError(f"{target}: made of other text than {pattern}; remove it, or take another folder")

@@ -101,8 +101,6 @@ STOP_WORDS = {lang: frozenset(words.split()) for lang, words in {
     "ja": "の に は を た が で て と し れ"}.items()}
 
 # %% ../nbs/01a_quality.ipynb #a4e357dc
-_LETTER = re.compile(r"[^\W\d_]")
-
 def number_words(
     words: Sequence[str],  # as `split_words` gives them
 ) -> tuple[np.ndarray, dict[str, int]]: # number of each word, and number by distinct word, in order of appearance
@@ -181,7 +179,6 @@ def _joined(numbers: np.ndarray, size: int) -> np.ndarray:
         joined = np.unique(joined[:-1] * len(numbers) + numbers[distance:], return_inverse=True)[1]
     return joined
 
-# %% ../nbs/01a_quality.ipynb #cd2244fb
 MAX_NGRAM_WORDS = 1_000_000 # repetition is judged on a document's first million words
 
 def ngram_scores(
@@ -236,7 +233,6 @@ def _count_sentences(text: str, lines: Sequence[str], kinds: frozenset) -> float
     if not text.isascii(): num_sentences += sum(max(text.count(mark) - 1, 0) for mark in "。！？।؟።။។")
     return float(num_sentences + (len(_SHARED_SPACE.findall(text)) if CLUSTER in kinds else 0))
 
-# %% ../nbs/01a_quality.ipynb #9b563167
 _BLANK_LINES = re.compile(r"\n\s*\n")
 
 def line_scores(
