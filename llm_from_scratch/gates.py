@@ -534,7 +534,7 @@ def count_tokens(
     return _keep_commonest(merge_counts([merged, *parts, _count_batch(batch, split)]), keep)
 
 # %% ../nbs/01aa_gates.ipynb #589843ec
-CLUMPING = 4.0      # variance of a word's count over the binomial one: between the quartiles measured above
+CLUMPING = 4.0      # variance of a word's count over the binomial one: over the median of those measured above, under their upper quartile
 SUBJECT_SHARE = 0.5 # a token's frequency may differ by half of itself from subject to subject
 
 @dataclass(frozen=True)
