@@ -194,7 +194,7 @@ def _score_axes(axes: Any, name: str, sides: list[np.ndarray], limits: Iterable[
     axes.stairs(counts[0], edges, fill=True, color=KEPT_COLOUR, label="kept")
     axes.stairs(sum(counts), edges, baseline=counts[0], fill=True, color=DROPPED_COLOUR, label="dropped")
     for limit in limits: axes.axvline(limit, color="black", linewidth=0.8, linestyle="--", label="threshold")
-    axes.set_title(f"{name}\nkept {len(sides[0]):,}, dropped {len(sides[1]):,}", fontsize=7, pad=2)
+    axes.set_title(f"{name}\nkept {len(sides[0]):,}, dropped {len(sides[1]):,}", fontsize=7, pad=5)
     axes.tick_params(labelsize=6, pad=1, length=2)
     axes.locator_params(axis="x", nbins=3)
     axes.set_yticks([])
@@ -213,7 +213,7 @@ def draw_scores(
     figure = _figure(figsize=(2.1 * columns, 1.5 * rows + 0.25))
     width, height = 1 / columns, 1.5 / (1.5 * rows + 0.25)
     for place, name in enumerate(names):
-        axes = figure.add_axes(((place % columns + 0.17) * width, (rows - place // columns - 0.82) * height, 0.76 * width, 0.56 * height))
+        axes = figure.add_axes(((place % columns + 0.17) * width, (rows - place // columns - 0.84) * height, 0.76 * width, 0.55 * height))
         sides = [np.array([value for value in side.get(name, []) if math.isfinite(value)]) for side in (kept, dropped)]
         _score_axes(axes, name, sides, limits.get(name, []))
     marks = {label: mark for axes in figure.axes for mark, label in zip(*axes.get_legend_handles_labels())}
