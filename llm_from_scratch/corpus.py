@@ -71,7 +71,7 @@ def plan_tasks(
     "The tasks of a run, the same for every number of workers."
     return [Task(f"{index:05d}", {"files": group, "options": options, "references": references}) for index, group in enumerate(group_files(files))]
 
-# %% ../nbs/01c_corpus.ipynb #e5d072fc
+
 def input_size(
     path: str, # local or remote
 ) -> int:      # bytes
@@ -130,8 +130,7 @@ def plan_difference(
             one, other = old.get(name), new.get(name)
             if isinstance(one, dict) and isinstance(other, dict): yield from walk(one, other, f"{prefix}{name}.")
             elif one != other: yield f"{prefix}{name} was {one!r}, now {other!r}"
-    changed = {tuple(entry) for entry in old.get("files", [])} ^ {tuple(entry) for entry in new["files"]}
-    inputs = [f"input {name}: not the same file as before" for name, _ in sorted(changed)]
+    inputs = [f"input {name}: not the same file as before" for name, _ in sorted({*map(tuple, old.get("files", []))} ^ {*map(tuple, new["files"])})]
     return next(itertools.chain(walk(old.get("options", {}), new["options"]), inputs), "" if old == new else "another order or version")
 
 # %% ../nbs/01c_corpus.ipynb #6b4e4d2b
@@ -143,8 +142,7 @@ def claim_out(
     "Write the plan of a new corpus, or check that the folder holds this very one; UserError names what differs."
     plan = json.loads(json.dumps({"format_version": 1, "files": files, "options": options}))
     if (out / "plan.json").exists():
-        difference = plan_difference(read_json(out / "plan.json"), plan)
-        if difference: raise UserError(f"{out}: holds a corpus made otherwise ({difference}); name another --out, or remove it")
+        if difference := plan_difference(read_json(out / "plan.json"), plan): raise UserError(f"{out}: holds a corpus made otherwise ({difference}); name another --out, or remove it")
     elif out.exists() and any(path.name != ".lock" for path in out.iterdir()):
         raise UserError(f"{out}: holds something else than a corpus; name an empty folder with --out")
     else: write_json(out / "plan.json", plan)
@@ -169,7 +167,7 @@ class RateColumn(ProgressColumn):
         done = task.fields[self.name] - task.fields["found"][self.name]
         return Text(f"{self.show(done / task.elapsed if task.elapsed else 0)}/s")
 
-# %% ../nbs/01c_corpus.ipynb #e832e0ce
+
 def progress_bar(
     num_bytes: int, # of all inputs
 ) -> RichProgress:
@@ -252,7 +250,7 @@ class Report:
     missing: dict[str, str]  # tasks that were set aside, with their reason
     values: dict             # the whole of report.json
 
-# %% ../nbs/01c_corpus.ipynb #e45f861a
+
 def report_of(
     folder: str,  # or URL, of the corpus
     values: dict, # of report.json
@@ -280,8 +278,7 @@ def finished_report(
     files: list[tuple[str, int]], # name and bytes of each input
 ) -> Report | None:               # None: there is something to do
     "The report of a corpus that is complete; UserError where the folder holds another one, or none."
-    if not out.exists(): return None
-    if not (out / "manifest.json").exists() and not any(out.iterdir()): return None
+    if not out.exists() or not any(out.iterdir()): return None
     read_manifest(out, kind="corpus")
     claim_out(out, files, deciding_options(cfg))
     values = read_json(out / "report.json")
@@ -352,7 +349,7 @@ def find_row(
         if rows: return max(rows, key=lambda row: row["id"] == id)
     raise UserError(f"{corpus}: no document {id!r}, kept or rejected")
 
-# %% ../nbs/01c_corpus.ipynb #df6f908b
+
 def input_of(
     row: dict,       # of the corpus: id, warc_file
     known: set[str], # names of the inputs
@@ -393,7 +390,7 @@ def input_state(
     same = os.stat(line["file"]).st_size == line["bytes"] and sha256_file(line["file"]) == line["sha256"]
     return "there" if same else "changed"
 
-# %% ../nbs/01c_corpus.ipynb #e3161d56
+
 def documents_by_input(
     shards: Iterable[Path], # Parquet files of a corpus
     known: set[str],        # names of the inputs
@@ -433,7 +430,6 @@ def _build_parser() -> CommandParser:
     for short, long in SHORT_FORMS.items(): parser.add_argument(short, dest=long.removeprefix("--"), default=argparse.SUPPRESS, metavar="VALUE", help=f"the same as {long}")
     return parser
 
-# %% ../nbs/01c_corpus.ipynb #d704fc24
 def _trace_command(arguments: list[str]) -> int:
     parser = CommandParser(prog="python -m llm_from_scratch.corpus trace", description="Print the raw record that a document came from.")
     parser.add_argument("corpus", nargs="?", default="corpus", help="folder of the corpus (default corpus)")
