@@ -110,7 +110,7 @@ def merge_samples(
 KEPT_COLOUR, DROPPED_COLOUR, BEFORE_COLOUR, PLAIN_COLOUR = "#2a7f62", "#c0504d", "#a6a6a6", "#4c6a92"
 
 def png_bytes(
-    figure: "Figure", # drawn without a screen
+    figure: Any, # a matplotlib figure, drawn without a screen
 ) -> bytes:         # the same for the same picture
     "The picture as PNG."
     buffer = io.BytesIO()
@@ -127,12 +127,12 @@ def _axes(width_inches: float = 4.6, height_inches: float = 2.5):
     axes.tick_params(labelsize=8)
     return figure, axes
 
-def _legend(figure: "Figure", axes: Any) -> None: figure.legend(*axes.get_legend_handles_labels(), loc="outside upper right", ncols=2, fontsize=8, frameon=False)
+def _legend(figure: Any, axes: Any) -> None: figure.legend(*axes.get_legend_handles_labels(), loc="outside upper right", ncols=2, fontsize=8, frameon=False)
 
 # %% ../nbs/01ba_audit.ipynb #2da3a8a5
 def draw_funnel(
     steps: Iterable[Mapping], # from `funnel`
-) -> "Figure":
+) -> Any: # a matplotlib figure
     "Bars of the documents that are left after each stage, with their share of what was readable."
     steps = list(steps)
     figure, axes = _axes(height_inches=2.8)
@@ -151,7 +151,7 @@ def draw_counts(
     label: str,                # of the axis, with the unit
     *,
     top: int = 15,             # names that get a bar of their own
-) -> "Figure":
+) -> Any: # a matplotlib figure
     "Bars of counts by name, largest first."
     ordered = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
     rest = ordered[top:]
@@ -175,7 +175,7 @@ def length_bin(
 def draw_lengths(
     kept: Mapping[str, int],    # documents by `length_bin`
     dropped: Mapping[str, int], # the same
-) -> "Figure":
+) -> Any: # a matplotlib figure
     "Kept and dropped documents by length."
     bins = sorted({int(name) for name in [*kept, *dropped]})
     figure, axes = _axes()
@@ -206,7 +206,7 @@ def draw_scores(
     limits: Mapping[str, list[float]] = {}, # score name -> thresholds to draw
     *,
     columns: int = 4,                   # small pictures in a row
-) -> "Figure":
+) -> Any: # a matplotlib figure
     "A histogram a score, dropped upon kept, with its thresholds."
     names = sorted({*kept, *dropped})
     rows = max(1, math.ceil(len(names) / columns))
@@ -227,7 +227,7 @@ def draw_shares(
     label: str,                # what is shared, with the unit
     *,
     top: int = 12,             # names shown, by the larger share
-) -> "Figure":
+) -> Any: # a matplotlib figure
     "Each name's share of the whole before and after."
     totals = [max(1, sum(side.values())) for side in (before, after)]
     shares = {name: (before.get(name, 0) / totals[0], after.get(name, 0) / totals[1]) for name in {*before, *after}}
@@ -248,7 +248,7 @@ td.number{text-align:right;font-variant-numeric:tabular-nums}figure{display:inli
 pre{white-space:pre-wrap;overflow-wrap:anywhere;background:#f6f6f4;padding:.6rem;font-size:.8rem;max-height:18rem;overflow:auto}summary{cursor:pointer;margin:.4rem 0}"""
 
 def figure_html(
-    figure: "Figure", # becomes a PNG inside the page
+    figure: Any, # a matplotlib figure, becomes a PNG inside the page
     caption: str,   # below it
 ) -> str:
     "A picture with its caption."
