@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from llm_from_scratch.artifacts import verify_manifest
+from llm_from_scratch.artifacts import Lock, verify_manifest
 from llm_from_scratch.env import UserError
 from llm_from_scratch.tasks import Task, run_tasks
 
@@ -49,6 +49,14 @@ def content(out):
     "The bytes of what is finished; an orphan's draft stays while nobody reaps the orphan, as in a container without init."
     files = [path for path in sorted(out.rglob("*")) if path.is_file() and path.relative_to(out).parts[0][0] != "."]
     return {path.relative_to(out).as_posix(): path.read_bytes() for path in files}
+
+
+def is_free(lock):
+    try:
+        with Lock(lock):
+            return True
+    except UserError:
+        return False
 
 
 def busy_processes(busy):
@@ -136,12 +144,13 @@ def end_launcher(folder, start_method, number):
     return code, finished
 
 
-@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow), pytest.param("forkserver", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("start_method", [pytest.param("fork", marks=pytest.mark.slow), pytest.param("spawn", marks=pytest.mark.slow), pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_cln_6_a_job_whose_launcher_is_killed_is_taken_up(tmp_path, start_method):
     code, finished = end_launcher(tmp_path, start_method, signal.SIGKILL)
     assert code == -signal.SIGKILL
     assert any(name.startswith(".0") for name in os.listdir(tmp_path / "out")), "nothing was being written"
     tasks = slow_tasks(tmp_path / "busy", 6, 0.3)
+    wait_until(lambda: is_free(tmp_path / "out" / ".tasks.lock"))  # a forked worker holds its launcher's lock until it is gone
     report = run_tasks(tasks, slow_shard, tmp_path / "out", workers=2, start_method="forkserver")
     assert report.resumed == finished and len(report.done) == 6 - len(finished)
     run_tasks(tasks, slow_shard, tmp_path / "one_go", workers=3, start_method="forkserver")
