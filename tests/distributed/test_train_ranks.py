@@ -126,6 +126,7 @@ run_command(train.main)
 """
 
 
+@pytest.mark.slow
 def test_a_stop_during_the_report_is_told_once_and_resumed(options, tmp_path):
     script, run_dir = tmp_path / "slow_report.py", tmp_path / "run"
     script.write_text(SLOW_REPORT)
