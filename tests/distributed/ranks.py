@@ -8,13 +8,24 @@ import pickle
 import socket
 import time
 import traceback
+from contextlib import contextmanager
+from multiprocessing import forkserver
 
 import torch
 
 from llm_from_scratch.env import close_process_group, open_process_group, read_ranks
 
 forks = multiprocessing.get_context("forkserver")
-forks.set_forkserver_preload(["torch._dynamo", "llm_from_scratch.distributed"])  # the first optimizer or DDP imports dynamo: seconds a process
+
+
+@contextmanager
+def server_with_torch():
+    "Ranks fork from a server of their own; one that other tests have started would leave every rank to import torch."
+    forkserver._forkserver._stop()
+    forks.set_forkserver_preload(["torch._dynamo", "llm_from_scratch.distributed"])  # the first optimizer or DDP imports dynamo: seconds a process
+    yield
+    forkserver._forkserver._stop()
+    forks.set_forkserver_preload(["__main__"])  # as Python has it
 
 
 def free_port() -> int:

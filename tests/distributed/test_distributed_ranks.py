@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import free_port, run_ranks
+from ranks import free_port, run_ranks, server_with_torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -26,6 +26,12 @@ from llm_from_scratch.token_shards import open_shards, write_shards
 
 CPU = torch.device("cpu")
 ROWS, SEQ_LEN = 12, 12
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded_server():
+    with server_with_torch():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -167,14 +173,13 @@ def learn(ranks, kind, steps):
     return [result.loss for result in train(engine, ranks, steps)], hashes(engine)
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", [2, 3])
 def test_trn_4_ranks_train_as_one_process_does(num_ranks):
     everyone = run_ranks(learn, num_ranks, "adamw", range(20))
     expected, _ = learn(Ranks(), "adamw", range(20))
     assert all(found == everyone[0] for found in everyone) and everyone[0][0] == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.slow
 def test_muon_keeps_ranks_equal():
     first, second = run_ranks(learn, 2, "muon", range(10))
     expected, _ = learn(Ranks(), "muon", range(10))
@@ -238,7 +243,6 @@ def drift(ranks, odd_rank):
     return agreed, errors, check_parity(engine.model)
 
 
-@pytest.mark.slow
 def test_drift_names_tensor_and_rank_on_every_rank():
     first, second, third = run_ranks(drift, 3, 0)
     assert first == second == third
@@ -258,7 +262,6 @@ def save_after(ranks, steps):
     return {"model": engine.model.state_dict(), "engine": engine.state_dict()} if ranks.is_main else None
 
 
-@pytest.mark.slow
 def test_a_state_of_two_ranks_goes_on_with_one_or_three():
     saved, _ = run_ranks(save_after, 2, range(5))
     expected, _ = learn(Ranks(), "adamw", range(10))
@@ -276,7 +279,6 @@ def talk(ranks):
             gather_objects({"rank": ranks.rank}), gather_objects(ranks.rank, everywhere=True), broadcast_object(f"from {ranks.rank}"))
 
 
-@pytest.mark.slow
 def test_small_talk_between_three_ranks():
     for rank, answer in enumerate(run_ranks(talk, 3)):
         everyone = [{"rank": number} for number in range(3)]

@@ -97,7 +97,6 @@ def test_cln_6_a_run_killed_twice_ends_as_one_in_one_go(crawl, whole, tmp_path):
     assert left <= {"config.yaml"} and not (tmp_path / "out.work").exists()
 
 
-@pytest.mark.slow
 def test_cln_6_a_killed_run_leaves_nothing_beside_the_corpus(crawl, tmp_path):
     kill_twice(crawl, tmp_path / "out")
     assert build("--inputs", crawl, "--out", tmp_path / "out", groups=1) == 0

@@ -144,7 +144,7 @@ def end_launcher(folder, start_method, number):
     return code, finished
 
 
-@pytest.mark.parametrize("start_method", [pytest.param("fork", marks=pytest.mark.slow), pytest.param("spawn", marks=pytest.mark.slow), pytest.param("forkserver", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow), pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_cln_6_a_job_whose_launcher_is_killed_is_taken_up(tmp_path, start_method):
     code, finished = end_launcher(tmp_path, start_method, signal.SIGKILL)
     assert code == -signal.SIGKILL
