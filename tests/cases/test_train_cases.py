@@ -312,7 +312,7 @@ def interrupt_in(function, args, number):
         assert line, process.stderr.read()
         read += line
     process.send_signal(number)
-    out, err = process.communicate(timeout=180)
+    out, err = process.communicate(timeout=60)
     return process.returncode, read + out, err
 
 

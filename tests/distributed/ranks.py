@@ -40,7 +40,7 @@ def _enter(task, environ, sender):
     try:
         function, arguments = pickle.loads(task)
         ranks = read_ranks()
-        open_process_group(ranks, torch.device("cpu"), timeout_seconds=180)
+        open_process_group(ranks, torch.device("cpu"), timeout_seconds=60)
         sender.send_bytes(pickle.dumps((None, function(ranks, *arguments))))
         close_process_group()
     except BaseException:
@@ -48,7 +48,7 @@ def _enter(task, environ, sender):
         os._exit(1)
 
 
-def run_ranks(function, num_ranks, *arguments, ranks_per_machine=None, timeout_seconds=180):
+def run_ranks(function, num_ranks, *arguments, ranks_per_machine=None, timeout_seconds=60):
     "What `function(ranks, *arguments)` returns on each rank, in order; AssertionError where a rank fails or is late."
     shared = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     started, deadline = [], time.monotonic() + timeout_seconds

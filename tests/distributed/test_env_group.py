@@ -10,7 +10,7 @@ import torch, torch.distributed as dist
 from llm_from_scratch.env import choose_device, close_process_group, open_process_group, read_ranks, run_command
 def main(arguments):
     ranks = read_ranks()
-    open_process_group(ranks, torch.device("cpu"), timeout_seconds=180)
+    open_process_group(ranks, torch.device("cpu"), timeout_seconds=60)
     total = torch.tensor([ranks.rank + 1.0])
     dist.all_reduce(total)
     close_process_group()
@@ -35,7 +35,7 @@ def test_two_processes_meet_and_part():
     processes = [subprocess.Popen([sys.executable, "-c", CODE], env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in range(2)]
     try:
-        said = [process.communicate(timeout=240) for process in processes]
+        said = [process.communicate(timeout=90) for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -35,7 +35,7 @@ def content(folder):
     return {name: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and (name := path.relative_to(folder).as_posix()) not in OF_THE_RUN}
 
 
-def wait_until(condition, seconds=180):
+def wait_until(condition, seconds=60):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
@@ -179,7 +179,7 @@ def test_ctrl_c_in_a_terminal_is_one_line(crawl, tmp_path):
     wait_until(lambda: (tmp_path / "out.work/tasks").exists())
     time.sleep(0.1) # its worker is importing
     os.killpg(started.pid, signal.SIGINT)
-    said = started.communicate(timeout=180)[1]
+    said = started.communicate(timeout=60)[1]
     assert started.returncode == 3 and "Traceback" not in said and "the same command goes on" in said, said
 
 

@@ -63,7 +63,7 @@ def busy_processes(busy):
     return [psutil.Process(int(mark.name)) for mark in busy.iterdir() if psutil.pid_exists(int(mark.name))]
 
 
-def wait_until(condition, seconds=180):
+def wait_until(condition, seconds=60):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
