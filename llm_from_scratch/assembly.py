@@ -21,14 +21,13 @@ from pyarrow import parquet
 from .config import to_yaml
 from .artifacts import atomic_folder, read_json, write_atomic, write_json, write_manifest
 from .html import page_form
-from .data_cleaning import Document
-from .quality import RULES, QualityConfig, chunk_text, split_words
-from .gates import ReviewItem, ReviewQueue, SourceCounts, count_tokens, merge_counts, source_weights, write_weights
+from .quality import RULES, QualityConfig, chunk_text
+from .gates import ReviewItem, ReviewQueue, SourceCounts, merge_counts, source_weights, write_weights
 from .dedup import Duplicates, find_duplicates, sign_documents
 from .audit import (Sample, add_counts, check_balance, count, draw_counts, draw_funnel, draw_lengths, draw_scores, draw_shares, figure_html,
                                     funnel, length_bin, samples_html, table_html, write_page)
 from .shard_cleaning import (DOCUMENT_SCHEMA, EXCERPT_CHARACTERS, REASONS, REJECTED_SCHEMA, CorpusConfig, RowWriter, WriteConfig,
-                                             outcome_totals, read_rows, source_of)
+                                             count_sources, outcome_totals, read_rows, source_of)
 
 # %% ../nbs/01bc_assembly.ipynb #6e54fc48
 def merged_summary(
@@ -171,8 +170,7 @@ def write_accepted(
     "Make a shard of the documents that a person has accepted."
     with atomic_folder(folder, overwrite=True) as new:
         sign_documents(_accepted_texts(rows, new, summary), new / "signatures", cfg.dedup)
-        kept = (Document(row["id"], row["text"], source=row["source"], lang=row["lang"]) for row in read_rows(new / "kept.parquet"))
-        if cfg.gates.distribution: count_tokens(kept, split_words).save(new / "tokens.npz")
+        if cfg.gates.distribution: count_sources(new)
 
 # %% ../nbs/01bc_assembly.ipynb #6a0388b7
 def settle_reviews(
