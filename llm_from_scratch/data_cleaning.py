@@ -373,8 +373,8 @@ class Rejected:
     reason: str                     # of CLEAN_REASONS, or of the page parser
     stage: str                      # of STAGES
     url: str | None = None          # where it was fetched from
-    warc_file: str | None = None    # archive that holds the record
-    warc_offset: int | None = None  # the record's position in it, bytes
+    warc_file: str | None = None    # file that holds the record, line or row
+    warc_offset: int | None = None  # where in it: bytes in an archive, number of a line or row from 1
     detail: str = ""                # the value that decided: a status, a type, a probability
     text: str = ""                  # as far as it was read, for a person who asks whether the reason is right
 
@@ -447,8 +447,13 @@ def _rows(local: Path, kind: str) -> Iterator[Document | Skipped]:
     try: yield from (read_jsonl if kind == "jsonl" else read_parquet)(local)
     except UserError: yield Skipped(document_id(local), "no_text") # Parquet without such a column costs this file only
 
-def _in_range(found: Document) -> Document: # a row may bring any number
+def _with_place(found: Document, name: str, number: int) -> Document: # a row may bring its own, and any number
+    if found.warc_file is None: return replace(found, warc_file=name, warc_offset=number)
     return found if (found.warc_offset or 0).bit_length() < 64 else replace(found, warc_offset=None)
+
+def _judge_row(row: Document, name: str, max_bytes: int) -> Document | Rejected:
+    if _is_longer(row.text, max_bytes): return _reject(replace(row, text=""), "text_too_large", "read", f"{len(row.text)} characters")
+    return replace(row, source=row.source or _host(row.url) or PurePosixPath(name).parent.name or None)
 
 def _is_longer(text: str, max_bytes: int) -> bool:
     return len(text) > max_bytes or 4 * len(text) > max_bytes and len(text.encode("utf-8", "surrogatepass")) > max_bytes
@@ -462,25 +467,24 @@ def _read_bounded(path: str | Path, max_bytes: int) -> bytes | None:
 def _read_file(path: str | Path, cfg: CleanConfig) -> Iterator[Document | _Page | Rejected]:
     name, is_page = _name(path), source_kind(path) == "page"
     max_bytes = cfg.max_bytes if is_page else cfg.max_text_bytes
-    body, document = _read_bounded(path, max_bytes), Document(name, "", source=PurePosixPath(name).parent.name or None)
-    if body is None: yield Rejected(name, "damaged_file", "read")
-    elif len(body) > max_bytes: yield Rejected(name, "page_too_large" if is_page else "text_too_large", "read", detail=f"over {max_bytes}")
+    body, document = _read_bounded(path, max_bytes), Document(name, "", source=PurePosixPath(name).parent.name or None, warc_file=name)
+    if body is None: yield _reject(document, "damaged_file", "read")
+    elif len(body) > max_bytes: yield _reject(document, "page_too_large" if is_page else "text_too_large", "read", f"over {max_bytes}")
     elif is_page: yield _Page(document, body, None)
     else:
         try: yield replace(document, text=body.decode("utf-8"))
-        except UnicodeDecodeError as error: yield Rejected(name, "not_utf8", "read", detail=f"byte {error.start}")
+        except UnicodeDecodeError as error: yield _reject(document, "not_utf8", "read", f"byte {error.start}")
 
 # %% ../nbs/01_data_cleaning.ipynb #985886a3
 def _read_rows(path: str | Path, cfg: CleanConfig) -> Iterator[Document | Rejected]:
     with tempfile.TemporaryDirectory() as folder:
         local = fetch(path, folder)
         before, name = document_id(local), _name(path)
-        for found in _rows(local, source_kind(path)):
-            place = found.where if isinstance(found, Skipped) else found.id
-            if is_remote(path) and place.startswith(before): place = name + place[len(before):]
-            if isinstance(found, Skipped): yield Rejected(place, _SKIPPED.get(found.reason, found.reason), "read")
-            elif _is_longer(found.text, cfg.max_text_bytes): yield Rejected(place, "text_too_large", "read", detail=f"{len(found.text)} characters")
-            else: yield replace(_in_range(found), id=place, source=found.source or _host(found.url) or PurePosixPath(name).parent.name or None)
+        for number, found in enumerate(_rows(local, source_kind(path)), start=1):
+            id = found.where if isinstance(found, Skipped) else found.id
+            if is_remote(path) and id.startswith(before): id = name + id[len(before):]
+            if isinstance(found, Skipped): yield Rejected(id, _SKIPPED.get(found.reason, found.reason), "read", None, name, number)
+            else: yield _judge_row(replace(_with_place(found, name, number), id=id), name, cfg.max_text_bytes)
 
 # %% ../nbs/01_data_cleaning.ipynb #7a84b152
 MAX_WAITING = 64 # items held while a page is being parsed

@@ -261,3 +261,29 @@ def test_the_current_folder_is_a_place_for_a_corpus_or_refused_at_once(tmp_path,
 
 def test_lineage_names_what_is_missing(tmp_path):
     with pytest.raises(UserError, match="none: no such"): build("lineage", tmp_path / "none")
+
+
+def test_every_row_leads_back_to_its_line_whatever_its_name(tmp_path, capsysbinary):
+    crawl, own = tmp_path / "crawl", {"id": "my-own", "text": prose("own")}
+    crawl.mkdir()
+    (crawl / "rows.jsonl").write_text(json.dumps({"text": prose("first")}) + "\n" + json.dumps(own) + "\n")
+    (crawl / os.fsdecode(b"caf\xe9.txt")).write_text(prose("strange"))
+    build("--inputs", crawl, "--out", tmp_path / "corpus")
+    capsysbinary.readouterr()
+    build("trace", tmp_path / "corpus", "--id", "my-own")
+    assert json.loads(capsysbinary.readouterr().out) == own
+    [name] = [row["id"] for row in Built(tmp_path / "corpus").kept if "caf" in row["id"]]
+    build("trace", tmp_path / "corpus", "--id", name)
+    assert capsysbinary.readouterr().out.decode() == prose("strange")
+    build("lineage", tmp_path / "corpus")
+    assert [line.split()[0] for line in capsysbinary.readouterr().out.splitlines()] == [b"1", b"2"]
+
+
+def test_an_input_replaced_by_another_of_the_same_size_is_refused(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"text": prose("one") + " A"}) + "\n")
+    build("--inputs", rows, "--out", tmp_path / "corpus")
+    rows.touch()
+    build("--inputs", rows, "--out", tmp_path / "corpus")
+    rows.write_text(json.dumps({"text": prose("one") + " B"}) + "\n")
+    with pytest.raises(UserError, match="rows.jsonl: is another file than the one"): build("--inputs", rows, "--out", tmp_path / "corpus")
