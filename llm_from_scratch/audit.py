@@ -113,7 +113,10 @@ def png_bytes(
     figure: Any, # a matplotlib figure, drawn without a screen
 ) -> bytes:         # the same for the same picture
     "The picture as PNG."
-    buffer = io.BytesIO()
+    buffer, layout = io.BytesIO(), figure.get_layout_engine()
+    if layout: # worked out once; saving would do it, and draw, twice
+        layout.execute(figure)
+        figure.set_layout_engine("none")
     figure.savefig(buffer, format="png", metadata={"Software": None})
     return buffer.getvalue()
 

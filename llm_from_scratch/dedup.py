@@ -52,8 +52,8 @@ PHI, PSI = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F # odd; the bases of two polyno
 
 @functools.cache
 def _character_kinds() -> np.ndarray: # 0 between words, 1 in a word, 2 a token of its own
-    characters = "".join(map(chr, range(sys.maxunicode + 1)))
-    kinds = np.zeros(len(characters), np.uint8)
+    characters = "".join(map(chr, range(0x40000))) # no letter lies beyond plane 3
+    kinds = np.zeros(sys.maxunicode + 1, np.uint8)
     for match in re.finditer(r"\w+", characters): kinds[match.start():match.end()] = 1
     for match in re.finditer(rf"[{NO_SPACES}]+", characters): kinds[match.start():match.end()] = 2
     return kinds
