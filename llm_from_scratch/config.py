@@ -110,7 +110,24 @@ class DataConfig(Section):
     dtype: Literal["auto", "uint16", "uint32"] = Field("auto", description="type of stored ids; auto: uint16 where the vocabulary fits")
     document_mask: bool = Field(True, description="attention stays within a document and positions restart")
     shuffle: bool = Field(True, description="rows in a new random order every epoch")
+    mix: dict[str, float] = Field({}, description="share of each source in the training rows, web=0.7,code=0.3; empty: as the data has them")
+    mix_changes: dict[int, dict[str, float]] = Field({}, description="other shares from a step on, {1000: {web: 0.5, code: 0.5}}")
+    source_weights: str = Field("auto", description="weights.json of the distribution gate: a path, auto (the corpus's own) or none")
+    lengths: list[Positive] = Field([], description="row lengths to choose from, 256 512 1024: a batch has the length of its documents; empty: train.seq_len")
+    prefetch_batches: Count = Field(2, description="batches made ready ahead of the step")
+    num_workers: Count = Field(0, description="processes that read batches; 0: a thread of the training process")
+    cache_bytes: Positive = Field(10 * 2**30, description="bytes of an object store's shards kept on this machine, at most")
+    shuffle_shards: Positive = Field(4, description="shards of an object store whose rows are shuffled together")
     cache_dir: str | None = Field(None, description="folder for tokenizers and shards made here; none: LLM_CACHE or the user's cache")
+
+    @model_validator(mode="after")
+    def _possible_mix(self):
+        for shares in (self.mix, *self.mix_changes.values()):
+            for source, share in shares.items():
+                if not 0 <= share < float("inf"): raise ValueError(f"mix: the share of {source} is {share}; shares are numbers from 0")
+            if shares and not sum(shares.values()): raise ValueError("mix: all shares are 0; one source at least must have some")
+        if self.lengths and (self.mix or self.mix_changes): raise ValueError("mix and lengths can't be combined; leave one of them empty")
+        return self
 
     def check_vocabulary(self, vocab_size: int) -> None:
         "Raise ValueError where the stored type can't hold the largest id."
@@ -170,8 +187,18 @@ class EvalConfig(Section):
 # %% ../nbs/00a_config.ipynb #af61c5ad
 class CheckpointConfig(Section):
     "When the state is saved and how many are kept."
-    every_steps: Positive = Field(100, description="steps between checkpoints")
-    keep: Positive = Field(3, description="newest checkpoints that stay")
+    every_steps: Positive = Field(100, description="steps between full checkpoints")
+    every_minutes: float | None = Field(None, gt=0, description="minutes between full checkpoints, too")
+    light_every_steps: Positive | None = Field(None, description="steps between light checkpoints: weights only")
+    light_every_minutes: float | None = Field(None, gt=0, description="minutes between light checkpoints, too")
+    keep: Positive = Field(3, description="newest full checkpoints that stay")
+    keep_light: Positive = Field(3, description="newest light checkpoints that stay")
+    keep_every: Positive | None = Field(None, description="checkpoints at multiples of so many steps stay for good")
+    keep_best: bool = Field(False, description="the checkpoint with the lowest validation loss stays")
+    background: bool = Field(True, description="write while training goes on; a step waits only for the copy to memory")
+    signing_key: str | None = Field(None, description="PEM file of an Ed25519 private key: every checkpoint's manifest is signed")
+    require_signature: str | None = Field(None, description="PEM file of the public key that a checkpoint must be signed with to be loaded")
+    local_dir: str | None = Field(None, description="folder on a local disk to write to first, before the run's own storage")
 
 # %% ../nbs/00a_config.ipynb #f3e8fed1
 class EngineConfig(Section):
