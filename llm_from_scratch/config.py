@@ -405,8 +405,9 @@ def add_config_options(
         if section not in groups:
             groups[section] = parser.add_argument_group(section, kind.model_fields[section].annotation.__doc__) if section else parser
         many = get_origin(field.annotation) in (list, dict)
+        shown = "|".join(get_args(field.annotation)) if get_origin(field.annotation) is Literal else "VALUE"
         groups[section].add_argument(f"--{key}".replace("_", "-"), dest=key, default=argparse.SUPPRESS, nargs="+" if many else None,
-            metavar="VALUE", help=f"{field.description} (default {field.get_default(call_default_factory=True)})".replace("%", "%%"))
+            metavar=shown, help=f"{field.description} (default {field.get_default(call_default_factory=True)})".replace("%", "%%"))
 
 # %% ../nbs/00a_config.ipynb #7362a5a4
 def chosen_values(
