@@ -209,7 +209,8 @@ def _problem_of(name: str, path: Path | None, expected: Mapping[str, Any], deep:
     if path is None: return f"{name}: missing"
     num_bytes = path.stat().st_size
     if num_bytes != expected["bytes"]: return f"{name}: {num_bytes} bytes, expected {expected['bytes']}"
-    if deep and sha256_file(path) != expected["sha256"]: return f"{name}: content changed (sha256 differs)"
+    if deep and (found := sha256_file(path)) != expected["sha256"]:
+        return f"{name}: content changed (sha256 differs: {found[:12]}, expected {expected['sha256'][:12]})"
 
 # %% ../nbs/00b_artifacts.ipynb #049c0e06
 def verify_manifest(

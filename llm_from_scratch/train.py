@@ -49,7 +49,7 @@ from llm_from_scratch.monitoring import (
     MetricsWriter, Throughput, progress_bar, read_metrics, readable, utilisation, write_report,
 )
 from .optim import build_optimizer, set_lr
-from .token_shards import TokenShards, cached_shards
+from .token_shards import TokenShards, cached_shards, encoded_tokenizer, find_encoded, open_encoded
 from .tokenizer import Tokenizer, cached_tokenizer
 
 # %% ../nbs/09_train.ipynb #a418ff6e
@@ -70,6 +70,9 @@ def prepare_data(
     config: Config, # sections data and tokenizer
 ) -> Data:          # memory-mapped, nothing is read yet
     "Find the documents, then train or reuse the tokenizer and the token shards."
+    if place := find_encoded(config.data.path):
+        tokenizer = encoded_tokenizer(place, config.tokenizer.path, config.data)
+        return Data(tokenizer, *open_encoded(place, config.data, tokenizer))
     cache = Path(config.data.cache_dir) if config.data.cache_dir else default_cache_dir()
     files, fraction = corpus_files(config.data.path), config.data.val_fraction
     texts = lambda: (document.text for document in read_corpus(files, fraction, Counter()) if not is_validation(document.id, fraction))
@@ -239,7 +242,7 @@ def is_code(
     config: Config, # its data.path is looked at
 ) -> bool:          # whether a parser can judge the completions
     "Whether every file of the corpus is Python source."
-    return all(path.suffix == ".py" for path in corpus_files(config.data.path))
+    return not find_encoded(config.data.path) and all(path.suffix == ".py" for path in corpus_files(config.data.path))
 
 # %% ../nbs/09_train.ipynb #bc5afb8a
 def sample_prompts(
