@@ -148,11 +148,12 @@ def claim_folder(
 def checkpoint_to_resume(
     run_dir: Path,      # of this run
     resume: str | None, # "auto", a checkpoint's path, or None for a new run
+    public_key: str | None = None, # PEM file of the key that a checkpoint must be signed with
 ) -> Path | None:       # None: start from step 0
     "The checkpoint that a resume starts from; UserError where a named one is missing."
     if resume is None: return None
     if resume == "auto":
-        newest, all_of_them = latest_checkpoint(run_dir / "checkpoints", kind="full"), list_checkpoints(run_dir / "checkpoints")
+        newest, all_of_them = latest_checkpoint(run_dir / "checkpoints", kind="full", public_key=public_key), list_checkpoints(run_dir / "checkpoints")
         if all_of_them and newest is None: raise UserError(f"none of the {len(all_of_them)} checkpoints of {run_dir} is whole; look with `python -m llm_from_scratch.checkpointing list {run_dir}`, or start in another --run-dir")
         return newest
     if not Path(resume).is_dir(): raise UserError(f"there is no checkpoint {resume}; --resume auto takes the newest whole one")

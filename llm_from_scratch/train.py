@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['PROGRESS', 'MAX_SKIPPED_STEPS', 'CODE_PROMPTS', 'FOLDER', 'Data', 'prepare_data', 'Training', 'wants_compile',
-           'build_training', 'check_ranks', 'save', 'resume', 'validate', 'split_batch', 'is_finite', 'fit', 'write_on',
-           'is_code', 'sample_prompts', 'closing_evaluation', 'show_start', 'show_end', 'watch_and_fit',
-           'share_of_peak', 'tell', 'run', 'main', 'hold_and_run']
+           'build_training', 'check_ranks', 'open_saver', 'save', 'resume', 'validate', 'split_batch', 'save_if_due',
+           'is_finite', 'fit', 'write_on', 'is_code', 'sample_prompts', 'closing_evaluation', 'show_start', 'show_end',
+           'watch_and_fit', 'share_of_peak', 'tell', 'run', 'main', 'hold_and_run']
 
 # %% ../nbs/09_train.ipynb #aeefb6cb
 import os
@@ -25,11 +25,12 @@ from rich.console import Console
 from rich.table import Table
 
 from .artifacts import Lock, default_cache_dir, write_json
-from .checkpointing import capture_rng, checkpoint_step, load_checkpoint, prune_checkpoints, restore_rng, save_checkpoint
+from .background_saves import BackgroundSaver, SaveSchedule, read_best
+from .checkpointing import checkpoint_step, load_checkpoint
 from .config import Config, replace
 from .dataloader import Batch, TokenLoader, endless
 from llm_from_scratch.distributed import (
-    Engine, all_sum, barrier, broadcast_object, check_parity, gather_objects, mistake_elsewhere, next_token_loss, plan_batch, prepare,
+    Engine, all_sum, broadcast_object, check_parity, gather_objects, mistake_elsewhere, next_token_loss, plan_batch, prepare,
     speaks_first, watch_launcher,
 )
 from .documents import corpus_files, inputs_hash, is_validation, read_corpus
@@ -49,6 +50,7 @@ from llm_from_scratch.monitoring import (
     MetricsWriter, Throughput, progress_bar, read_metrics, readable, utilisation, write_report,
 )
 from .optim import build_optimizer, set_lr
+from .state_trees import capture_rng, restore_rng
 from .token_shards import TokenShards, cached_shards, encoded_tokenizer, find_encoded, open_encoded
 from .tokenizer import Tokenizer, cached_tokenizer
 
@@ -98,9 +100,16 @@ class Training:
     skipped: int = 0         # steps whose gradient was not finite
     last_val: dict = field(default_factory=dict)  # newest val_loss and val_bpb
     first_step: int = 0      # steps done before this sitting
+    extras: dict = field(default_factory=dict)      # name -> what else has a state to save: a monitor, a fuse
+    environment: dict = field(default_factory=dict) # report of the machine, kept with the state
 
     @property
     def model(self) -> Transformer: return self.engine.model
+
+    @property
+    def parts(self) -> dict: # what a checkpoint saves and loads by its own state_dict
+        "Everything with a state of its own."
+        return {"model": self.model, "engine": self.engine, "loader": self.loader, **self.extras}
 
 # %% ../nbs/09_train.ipynb #a714ecda
 def wants_compile(
@@ -144,19 +153,28 @@ def check_ranks(
     "ParityError where ranks that should be equal are not."
     if training.ranks.world_size > 1: check_parity(training.model, **{name: getattr(training, name) for name in PROGRESS})
 
-def save(
+def open_saver(
     training: Training, # all ranks call this together
-    run_dir: Path,      # gets checkpoints/step_NNNNNNNN
-) -> None:              # returns when the checkpoint is whole
-    "Write a checkpoint, then let the oldest go; ParityError, and nothing written, where the ranks hold different weights."
+    run_dir: Path,      # gets checkpoints/step_NNNNNNNN and checkpoints/best.json
+) -> tuple[BackgroundSaver, SaveSchedule]: # only rank 0's saver ever gets to write
+    "What writes the checkpoints, and what says when."
+    options, folder = training.config.checkpoint, run_dir / "checkpoints"
+    best = read_best(folder) if training.ranks.is_main and options.keep_best else None
+    return BackgroundSaver(folder, options), SaveSchedule(options, **({"best_loss": best["val_loss"]} if best else {}))
+
+def save(
+    training: Training,     # all ranks call this together
+    saver: BackgroundSaver, # of this run
+    due: str = "full",      # or "light" or "best"
+) -> None:                  # returns when the state is copied
+    "Begin a checkpoint; ParityError, and nothing written, where the ranks hold different weights."
     check_ranks(training)
-    generators, folder = gather_objects(capture_rng()), run_dir / "checkpoints"
-    if training.ranks.is_main:
-        progress = {name: getattr(training, name) for name in PROGRESS}
-        state = {"model": training.model, "engine": training.engine, "loader": training.loader, "progress": progress, "rng": generators}
-        save_checkpoint(folder, state, step=training.step, inputs=training.data.manifests)
-        prune_checkpoints(folder, keep=training.config.checkpoint.keep)
-    barrier()
+    generators = gather_objects(capture_rng())
+    if not training.ranks.is_main: return
+    progress = {name: getattr(training, name) for name in PROGRESS}
+    state = {**training.parts, "progress": progress, "rng": generators, "config": training.config.model_dump(mode="json"), "environment": training.environment}
+    saver.save(state, step=training.step, kind="light" if due == "light" else "full", inputs=training.data.manifests,
+               val_loss=training.last_val["val_loss"] if due == "best" else None)
 
 # %% ../nbs/09_train.ipynb #03948e42
 def resume(
@@ -164,8 +182,7 @@ def resume(
     path: Path,         # a checkpoint
 ) -> None:              # UserError where it is damaged, of another shape, or of other data
     "Restore weights, moments, position, counters and this rank's random generators."
-    parts = {"model": training.model, "engine": training.engine, "loader": training.loader}
-    state = load_checkpoint(path, parts, inputs=training.data.manifests)
+    state = load_checkpoint(path, training.parts, inputs=training.data.manifests, public_key=training.config.checkpoint.require_signature)
     for name in PROGRESS: setattr(training, name, state["progress"][name])
     training.first_step = training.step
     restore_rng(state["rng"], rank=training.ranks.rank)
@@ -188,6 +205,22 @@ def split_batch(
     pieces = -(-len(batch.row_ids) // rows)
     return [Batch(*part) for part in zip(*(getattr(batch, item.name).chunk(pieces) for item in fields(batch)))]
 
+# %% ../nbs/09_train.ipynb #a1e4133d
+def save_if_due(
+    training: Training,      # all ranks call this together, after every step
+    saver: BackgroundSaver,  # of this run
+    schedule: SaveSchedule,  # rank 0's decides where a clock has a say
+    last: bool,              # no other step will come
+    val_loss: float | None,  # where this step was evaluated
+) -> None:                   # UserError where the last save failed for good
+    "Begin what is due, and look at what is under way."
+    if training.ranks.is_main: saver.reserve(training.parts)
+    due = schedule.due(training.step, val_loss)
+    if schedule.is_local: due = broadcast_object(due)
+    if last and due != "best": due = "full"
+    if due: save(training, saver, due)
+    saver.check()
+
 # %% ../nbs/09_train.ipynb #e6763854
 MAX_SKIPPED_STEPS = 10 # non-finite steps in a row that end a run
 
@@ -203,23 +236,24 @@ def fit(
     run_dir: Path,                   # gets the checkpoints
     observe: Callable[..., None],    # called after each step with its number, the open throughput window and its values
     stop: StopRequest,               # asked once a step
-) -> int:                            # DONE, STOPPED or DIVERGED
+) -> int:                            # DONE, STOPPED or DIVERGED, once the last checkpoint stands
     "Train until the last step, a stop, or divergence."
     config, in_a_row, throughput = training.config, 0, Throughput()
-    for batch in endless(training.loader):
-        if training.step >= config.train.steps: return DONE
-        rate = set_lr(training.engine.optimizer, training.step, config.optim, config.train.steps)
-        result = training.engine.train_step(split_batch(batch, config.train.micro_batch), stop=stop.reason is not None)
-        throughput.add(result.num_tokens)
-        training.step, training.tokens = training.step + 1, training.tokens + result.num_tokens
-        training.skipped, in_a_row = training.skipped + result.skipped, in_a_row + 1 if result.skipped else 0
-        last = training.step >= config.train.steps or result.stop
-        with throughput.paused(): values = validate(training) if last or training.step % config.eval.every_steps == 0 else {}
-        observe(training.step, throughput=throughput, loss=result.loss, lr=rate, grad_norm=result.grad_norm, tokens=training.tokens, **values)
-        if in_a_row == MAX_SKIPPED_STEPS or (in_a_row and not is_finite(training.model)): return DIVERGED
-        with throughput.paused():
-            if last or training.step % config.checkpoint.every_steps == 0: save(training, run_dir)
-        if result.stop: return STOPPED
+    saver, schedule = open_saver(training, run_dir)
+    with saver:
+        for batch in endless(training.loader):
+            if training.step >= config.train.steps: return DONE
+            rate = set_lr(training.engine.optimizer, training.step, config.optim, config.train.steps)
+            result = training.engine.train_step(split_batch(batch, config.train.micro_batch), stop=stop.reason is not None)
+            throughput.add(result.num_tokens)
+            training.step, training.tokens = training.step + 1, training.tokens + result.num_tokens
+            training.skipped, in_a_row = training.skipped + result.skipped, in_a_row + 1 if result.skipped else 0
+            last = training.step >= config.train.steps or result.stop
+            with throughput.paused(): values = validate(training) if last or training.step % config.eval.every_steps == 0 else {}
+            observe(training.step, throughput=throughput, loss=result.loss, lr=rate, grad_norm=result.grad_norm, tokens=training.tokens, **values)
+            if in_a_row == MAX_SKIPPED_STEPS or (in_a_row and not is_finite(training.model)): return DIVERGED
+            with throughput.paused(): save_if_due(training, saver, schedule, last, values.get("val_loss"))
+            if result.stop: return STOPPED
 
 # %% ../nbs/09_train.ipynb #e5b32065
 def write_on(
@@ -368,15 +402,16 @@ def run(
     claim_folder(run_dir, resume_from)
     if old: check_run_folder(run_dir)
     check_memory(config, config.model.vocab_size or config.tokenizer.vocab_size, ranks, choose_device(ranks))
-    start = broadcast_object(checkpoint_to_resume(run_dir, resume_from) if ranks.is_main else None)
+    start = broadcast_object(checkpoint_to_resume(run_dir, resume_from, config.checkpoint.require_signature) if ranks.is_main else None)
     notes = check_resume(old, config, checkpoint_step(start) if start else 0) if old else []
     data = prepare_data(config)
     if resume_from: check_same_data(run_dir, data.manifests)
     training = build_training(config, data, ranks)
+    if ranks.is_main: training.environment = environment_report()
     if start: resume(training, start)
     if start: notes.append(f"resumed from {start}")
     check_ranks(training)
-    fingerprint = write_run_folder(run_dir, config, data.tokenizer, data.manifests, environment_report()) if ranks.is_main else {}
+    fingerprint = write_run_folder(run_dir, config, data.tokenizer, data.manifests, training.environment) if ranks.is_main else {}
     if ranks.is_main: show_start(console, training, fingerprint, notes)
     code = watch_and_fit(training, run_dir, console)
     try:

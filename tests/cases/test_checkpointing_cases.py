@@ -18,26 +18,21 @@ from torch import nn
 
 import llm_from_scratch.checkpointing as checkpointing
 from llm_from_scratch.checkpointing import (
-    capture_rng,
     checkpoint_step,
     latest_checkpoint,
     list_checkpoints,
     load_checkpoint,
     load_run,
     main,
-    match_weights,
-    pack_tree,
     prune_checkpoints,
-    restore_rng,
     save_checkpoint,
-    strip_wrappers,
-    unpack_tree,
     verify_checkpoint,
 )
 from llm_from_scratch.config import Config, ModelConfig, OptimConfig, to_yaml
 from llm_from_scratch.env import UserError
 from llm_from_scratch.model import Transformer, cross_entropy
 from llm_from_scratch.optim import build_optimizer, load_named_state, named_state
+from llm_from_scratch.state_trees import capture_rng, match_weights, pack_tree, restore_rng, strip_wrappers, unpack_tree
 
 SHAPE = ModelConfig(vocab_size=64, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, mlp_multiple=8, max_seq_len=16)
 

@@ -31,6 +31,7 @@ from llm_from_scratch.checkpointing import (
     verify_checkpoint,
 )
 from llm_from_scratch.env import UserError
+from llm_from_scratch.state_trees import capture_rng
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_KILLS = 15
@@ -112,7 +113,7 @@ def warnings_said():
 def two(tmp_path):
     "Two good checkpoints, the newer one about to be damaged."
     for step in (10, 20):
-        save_checkpoint(tmp_path, {"model": net_of(step), "progress": {"step": step}, "rng": checkpointing.capture_rng()}, step=step)
+        save_checkpoint(tmp_path, {"model": net_of(step), "progress": {"step": step}, "rng": capture_rng()}, step=step)
     return tmp_path
 
 
