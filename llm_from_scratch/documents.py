@@ -21,6 +21,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path, PurePath
 from typing import BinaryIO
 
@@ -48,6 +49,7 @@ class Document:
 # %% ../nbs/00d_documents.ipynb #1b21fb67
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "turtledemo"}
 
+@cache # asking takes half a millisecond, and each file's name asks
 def stdlib_folder() -> Path: # where this Python keeps its library
     "The standard library's folder, the same inside and outside of a virtual environment."
     return Path(sysconfig.get_paths()["stdlib"])
