@@ -115,16 +115,20 @@ class _Write(threading.Thread):
     def __init__(self, folder: Path, packed: PackedState, val_loss: float | None, retention: CheckpointConfig, options: dict):
         super().__init__(name=f"saving step {packed.step}")
         self.folder, self.packed, self.val_loss, self.retention, self.options = folder, packed, val_loss, retention, options
-        self.tries, self.path, self.error = 1, None, None
+        self.tries, self.path, self.error, self.notes = 1, None, None, []
 
     def run(self):
-        try:
-            self.path = write_checkpoint(self.folder, self.packed, **self.options)
-            if self.val_loss is not None: write_json(self.folder / "best.json", {"step": self.packed.step, "val_loss": self.val_loss})
-            best, keep = read_best(self.folder), self.retention
-            prune_checkpoints(self.folder, keep=keep.keep, keep_light=keep.keep_light, keep_every=keep.keep_every,
-                              best=best["step"] if best and keep.keep_best else None)
+        try: self.path = write_checkpoint(self.folder, self.packed, **self.options)
         except BaseException as error: self.error = error # for the thread that trains
+        else: self.tidy()
+
+    def tidy(self):
+        keep = self.retention
+        try:
+            if self.val_loss is not None: write_json(self.folder / "best.json", {"step": self.packed.step, "val_loss": self.val_loss})
+            best = (read_best(self.folder) or {}).get("step") if keep.keep_best else None
+            prune_checkpoints(self.folder, keep=keep.keep, keep_light=keep.keep_light, keep_every=keep.keep_every, best=best)
+        except OSError as error: self.notes.append(f"{self.path} is saved, but tidying up after it failed: {error}")
 
     def again(self) -> "_Write":
         other = _Write(self.folder, self.packed, self.val_loss, self.retention, self.options)
@@ -154,7 +158,7 @@ def _settle(saver: "BackgroundSaver") -> list[str]:
     else:
         saver.under_way = last.again()
         saver.under_way.start()
-    return _note([f"{last.error}; trying once more"] if last.error else [])
+    return _note([f"{last.error}; trying once more"] if last.error else last.notes)
 
 # %% ../nbs/06b_background_saves.ipynb #a87a3dd3
 class BackgroundSaver:

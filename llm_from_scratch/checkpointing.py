@@ -150,9 +150,9 @@ def _count_non_finite(tensor: torch.Tensor) -> int:
 
 def _refuse_non_finite(packed: PackedState) -> None:
     for name, entry in packed.entries.items():
-        for key in entry["tensors"].keys() - entry["free"]:
-            if bad := _count_non_finite(entry["tensors"][key]):
-                raise UserError(f"step {packed.step} is not saved: {name} {key} has {bad} of {entry['tensors'][key].numel()} values that are NaN or "
+        for key, tensor in entry["tensors"].items():
+            if key not in entry["free"] and (bad := _count_non_finite(tensor)):
+                raise UserError(f"step {packed.step} is not saved: {name} {key} has {bad} of {tensor.numel()} values that are NaN or "
                                 "infinite; older checkpoints are untouched, resume from one with a lower learning rate")
 
 # %% ../nbs/06_checkpointing.ipynb #d6b39c0d

@@ -28,7 +28,7 @@ import torch
 from .artifacts import read_json, write_atomic, write_json
 from .checkpointing import latest_checkpoint, list_checkpoints, read_run_config
 from llm_from_scratch.config import (
-    CommandParser, Config, add_config_options, build_config, chosen_values, config_hash, load_preset, read_yaml, replace, to_yaml,
+    CommandParser, Config, add_config_options, build_config, chosen_values, config_hash, load_preset, read_yaml, replace, suggest, to_yaml,
 )
 from .env import Ranks, UserError, environment_fingerprint, environment_report, hash_json, usable_cores
 from .model import expected_shapes
@@ -95,13 +95,20 @@ def check_resume(
     old: Config, # as saved with the run
     new: Config, # as asked for now
     step: int,   # steps already done
+    allow: tuple[str, ...] = (), # keys that the user lets change
 ) -> list[str]:  # notes for the user
-    "Refuse a change that would break the curve (UserError); tell of a change of length."
-    notes = []
+    "Refuse a change that would break the curve (UserError with the whole difference); tell of a change of length."
+    notes, changes = [], changed_keys(old, new)
+    known = {f"{section}.{name}" for section, fields in new.model_dump().items() for name in fields}
+    if odd := [key for key in allow if key not in known]: raise UserError(f"--allow-change {odd[0]}: there is no such option{suggest(odd[0], known)}")
     if new.train.steps < step: raise UserError(f"train.steps {new.train.steps} is below the {step} steps already done; ask for more, or start a new run")
-    for key, was, wanted in changed_keys(old, new):
-        if key not in FREE_ON_RESUME and key.partition(".")[0] not in FREE_ON_RESUME:
-            raise UserError(f"the run has {key} = {was}, asked for is {wanted}; resume with the former, or start a new run (--train.init-from takes the weights)")
+    refused = [change for change in changes if not {change[0], change[0].partition(".")[0]} & {*FREE_ON_RESUME, *allow}]
+    if refused:
+        text = ", and ".join(f"{key} = {was}, asked for is {wanted}" for key, was, wanted in refused)
+        keys = " ".join(key for key, _, _ in refused)
+        raise UserError(f"the run has {text}; resume with the former, or start a new run (--train.init-from takes the weights), or --allow-change {keys}")
+    for key, was, wanted in changes:
+        if key in allow: notes.append(f"{key} changes from {was} to {wanted} at step {step}, as allowed")
         if key == "train.steps":
             before, after = (schedule_lr(config, step) for config in (old, new))
             notes.append(f"train.steps changes from {was} to {wanted}: the learning rate at step {step} goes from {before:.6g} to {after:.6g}")
@@ -113,6 +120,7 @@ def command_parser() -> CommandParser: # prints the help of every option
     parser = CommandParser(prog="python -m llm_from_scratch.train", description="Train a language model. Exit codes: 0 done, 2 wrong input, 3 stopped with a checkpoint, 4 diverged, 130 interrupted outside of the steps.")
     parser.add_argument("--run-dir", default=None, metavar="DIR", help="folder of the run (default runs/PRESET-TIME)")
     parser.add_argument("--resume", default=None, metavar="auto|PATH", help="go on from the newest whole checkpoint of --run-dir, or from this one")
+    parser.add_argument("--allow-change", nargs="+", default=[], action="extend", metavar="KEY", help="options, such as optim.lr, that may differ from those that the run began with")
     parser.add_argument("--debug", action="store_true", help="blocking CUDA launches and anomaly detection: slow, with exact error places")
     add_config_options(parser)
     return parser

@@ -395,6 +395,7 @@ def run(
     *,
     resume_from: str | None = None, # "auto", a checkpoint, or None for a new run
     old: Config | None = None,      # the run's saved configuration on a resume
+    allow: tuple[str, ...] = (),    # options that may differ from it
     console: Console | None = None, # None: the terminal, on rank 0 only
 ) -> int:                           # exit code
     "One training run from text to report."
@@ -403,7 +404,7 @@ def run(
     if old: check_run_folder(run_dir)
     check_memory(config, config.model.vocab_size or config.tokenizer.vocab_size, ranks, choose_device(ranks))
     start = broadcast_object(checkpoint_to_resume(run_dir, resume_from, config.checkpoint.require_signature) if ranks.is_main else None)
-    notes = check_resume(old, config, checkpoint_step(start) if start else 0) if old else []
+    notes = check_resume(old, config, checkpoint_step(start) if start else 0, allow) if old else []
     data = prepare_data(config)
     if resume_from: check_same_data(run_dir, data.manifests)
     training = build_training(config, data, ranks)
@@ -462,7 +463,7 @@ def hold_and_run(
     run_dir = Path(broadcast_object(named))
     with Lock(run_dir / ".lock") if ranks.is_main else nullcontext():
         if ranks.is_main: (run_dir / "stopped.json").unlink(missing_ok=True)
-        try: code = run(config, run_dir, ranks, resume_from=options.resume, old=old)
+        try: code = run(config, run_dir, ranks, resume_from=options.resume, old=old, allow=tuple(options.allow_change))
         except (UserError, RuntimeError, KeyboardInterrupt) as error: # the latter two may only mean that another rank is gone
             mistake = str(error) if isinstance(error, UserError) else mistake_elsewhere()
             if mistake and ranks.is_main: remember_stop(run_dir, USER_ERROR, mistake)
