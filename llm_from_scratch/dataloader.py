@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['IGNORED', 'LEAST', 'DEFAULT_WINDOW', 'Batch', 'pad_rows', 'stage_tokens', 'stage_documents', 'check_sizes',
            'TicketReader', 'check_options', 'choose_feed', 'TokenLoader', 'deal_epoch', 'iterate_epoch', 'fixed_state',
-           'loader_state', 'renew_state', 'restore_loader', 'set_weights', 'report', 'endless']
+           'loader_state', 'renew_state', 'restore_loader', 'set_weights', 'report', 'loader_options', 'endless']
 
 # %% ../nbs/02b_dataloader.ipynb #c5ef5030
 import os
@@ -17,9 +17,10 @@ from functools import partial
 import numpy as np
 import torch
 
+from .config import DataConfig
 from .env import UserError
 from .lengths import RowsByLength
-from .mixing import MixedRows, Mixture, change_shares
+from .mixing import MixedRows, Mixture, change_shares, configured_mixture
 from .prefetch import ReadingProcesses, read_ahead
 from .row_plans import FILLER, PackedRows, Spans, Ticket, document_borders, mark_documents, plain_views, read_rows, shards_ahead
 from .token_shards import TokenShards
@@ -302,6 +303,16 @@ def report(
     cut, total = loader.feed.cut()
     padding = loader.feed.padding(loader.dealing["batch_size"], loader.dealing["world_size"])
     return dict(rows=loader.num_rows, padding=padding, cut_documents=cut / max(total, 1), dropped_tokens=loader.dropped_tokens, left_out_tokens=sum(loader.left_out.values()))
+
+# %% ../nbs/02b_dataloader.ipynb #c04c314f
+def loader_options(
+    cfg: DataConfig,     # mix, lengths, prefetch_batches, num_workers, shuffle_shards
+    shards: TokenShards, # of the training split
+) -> dict:               # for TokenLoader
+    "What the configuration says about feeding."
+    weights, is_remote = configured_mixture(cfg, shards), hasattr(shards.shards, "prefetch")
+    return dict(weights=weights, lengths=list(cfg.lengths) or None, prefetch_batches=cfg.prefetch_batches, num_workers=cfg.num_workers,
+                shuffle_shards=cfg.shuffle_shards if is_remote and not weights and not cfg.lengths else None)
 
 # %% ../nbs/02b_dataloader.ipynb #1ec16a66
 def endless(

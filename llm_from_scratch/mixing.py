@@ -5,19 +5,22 @@
 # %% auto #0
 __all__ = ['count_due', 'due_between', 'rows_due', 'counts_at', 'Mixture', 'document_sources', 'StreamPlan', 'cut_streams',
            'stream_order', 'Segment', 'shares_of', 'drop_short', 'MixedRows', 'deal_mixed', 'change_shares',
-           'segment_state', 'load_segment', 'shares_from_weights', 'cut_in_streams']
+           'segment_state', 'load_segment', 'source_tokens', 'shares_from_weights', 'weights_file',
+           'configured_mixture', 'mix_at', 'mix_notes', 'cut_in_streams']
 
 # %% ../nbs/02ad_mixing.ipynb #c2035065
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
+from pathlib import Path
 
 import numpy as np
 from pyarrow import parquet
 
-from .config import suggest
+from .config import DataConfig, suggest
 from .env import UserError, hash_json
+from .gates import read_weights
 from .row_plans import FILLER, Spans, Ticket, cut_documents, epoch_order, shard_lengths
 from .token_shards import TokenShards
 
@@ -285,22 +288,71 @@ def load_segment(
     counts, shares = (np.array([state[key][name] for name in feed.plan.names]) for key in ("counts", "shares"))
     feed.num_rows, feed.segment = state["epoch_rows"], Segment(state["begin"], counts.astype(np.int64), shares.astype(np.float64))
 
+# %% ../nbs/02ad_mixing.ipynb #02521d9d
+def source_tokens(
+    shards: TokenShards, # with the starts of their documents
+) -> dict[str, int]:     # source -> tokens
+    "How many tokens each source has."
+    sources, codes = document_sources(shards)
+    tokens = np.zeros(len(sources))
+    for own, starts, length in zip(codes, shards.starts, shard_lengths(shards)):
+        tokens += np.bincount(own, np.diff(np.asarray(starts), append=length), minlength=len(sources))
+    return dict(zip(sources, tokens.astype(np.int64).tolist()))
+
 # %% ../nbs/02ad_mixing.ipynb #be215023
 def shares_from_weights(
     shards: TokenShards,               # with the starts of their documents
     multipliers: Mapping[str, float],  # source -> multiplier; 1 for what is absent
 ) -> Mixture:
     "The mixture in which each source is drawn as often as its multiplier says."
-    sources, codes = document_sources(shards)
-    tokens = np.zeros(len(sources))
-    for own, starts, length in zip(codes, shards.starts, shard_lengths(shards)):
-        tokens += np.bincount(own, np.diff(np.asarray(starts), append=length), minlength=len(sources))
     streams, shares = {}, {}
-    for source, size in zip(sources, tokens.tolist()):
+    for source, size in source_tokens(shards).items():
         multiplier = float(multipliers.get(source, 1.0))
         name = streams[source] = f"x{max(multiplier, 0.01):.2f}"
         shares[name] = shares.get(name, 0.0) + multiplier * size
     return Mixture(shares, streams)
+
+# %% ../nbs/02ad_mixing.ipynb #0e4cf97b
+def weights_file(
+    cfg: DataConfig,     # path, source_weights
+    shards: TokenShards, # their folder is looked into first
+) -> Path | None:
+    "The weights.json that is in force; UserError where the one that is named is not there."
+    if cfg.source_weights == "none": return None
+    if cfg.source_weights != "auto":
+        if not Path(cfg.source_weights).is_file(): raise UserError(f"data.source_weights: there is no file {cfg.source_weights}; name a weights.json, auto or none")
+        return Path(cfg.source_weights)
+    return next((file for folder in (shards.path, *map(Path, cfg.path)) if (file := folder / "weights.json").is_file()), None)
+
+# %% ../nbs/02ad_mixing.ipynb #f82923ca
+def configured_mixture(
+    cfg: DataConfig,     # mix, mix_changes, lengths, source_weights, path
+    shards: TokenShards, # of the training split
+) -> Mixture | dict[str, float] | None: # None: no mixing
+    "What a configuration mixes at the start."
+    if cfg.mix or cfg.lengths: return cfg.mix or None
+    if cfg.mix_changes: return source_tokens(shards)
+    weights = read_weights(file) if (file := weights_file(cfg, shards)) else {}
+    return shares_from_weights(shards, weights) if any(weight != 1 for weight in weights.values()) else None
+
+def mix_at(
+    cfg: DataConfig, # mix, mix_changes
+    step: int,       # steps done
+) -> dict[str, float] | None: # None: as the run began
+    "The shares that hold from a step on."
+    begun = [start for start in cfg.mix_changes if start <= step]
+    return cfg.mix_changes[max(begun)] if begun else cfg.mix or None
+
+# %% ../nbs/02ad_mixing.ipynb #6ea86911
+def mix_notes(
+    feed,         # of any kind
+) -> list[str]:   # lines; none where nothing is mixed
+    "The shares in force and the sources left out."
+    if not isinstance(feed, MixedRows): return []
+    shares = sorted(zip(feed.segment.shares.tolist(), feed.plan.names), reverse=True)
+    notes = ["mixed: " + ", ".join(f"{name or '(no source)'} {share:.3f}" for share, name in shares[:8] if share)]
+    if feed.left_out: notes.append(f"left out, without a share: {sum(feed.left_out.values()):,} tokens of {', '.join(list(feed.left_out)[:5])}{', ...' if len(feed.left_out) > 5 else ''}")
+    return notes
 
 # %% ../nbs/02ad_mixing.ipynb #97c6ce14
 def cut_in_streams(
