@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['PROGRESS', 'MAX_SKIPPED_STEPS', 'CODE_PROMPTS', 'FOLDER', 'Data', 'prepare_data', 'Training', 'wants_compile',
-           'build_training', 'check_ranks', 'open_saver', 'save', 'resume', 'validate', 'split_batch', 'save_if_due',
-           'is_finite', 'fit', 'write_on', 'is_code', 'sample_prompts', 'closing_evaluation', 'show_start', 'show_end',
-           'watch_and_fit', 'share_of_peak', 'tell', 'run', 'main', 'hold_and_run']
+           'build_training', 'follow_mix', 'check_ranks', 'open_saver', 'save', 'resume', 'validate', 'split_batch',
+           'save_if_due', 'is_finite', 'fit', 'write_on', 'is_code', 'sample_prompts', 'closing_evaluation',
+           'show_start', 'show_end', 'watch_and_fit', 'share_of_peak', 'tell', 'run', 'main', 'hold_and_run']
 
 # %% ../nbs/09_train.ipynb #aeefb6cb
 import os
@@ -28,7 +28,7 @@ from .artifacts import Lock, default_cache_dir, write_json
 from .background_saves import BackgroundSaver, SaveSchedule, read_best
 from .checkpointing import checkpoint_step, load_checkpoint
 from .config import Config, replace
-from .dataloader import Batch, TokenLoader, endless
+from .dataloader import Batch, TokenLoader, endless, loader_options
 from llm_from_scratch.distributed import (
     Engine, all_sum, broadcast_object, check_parity, gather_objects, mistake_elsewhere, next_token_loss, plan_batch, prepare,
     speaks_first, watch_launcher,
@@ -45,6 +45,7 @@ from llm_from_scratch.launch import (
     again, claim_folder, interruptible, keep_freed_memory, last_word, next_commands, remember_stop, repeated_stop, resolve, set_threads, weights_to_start_from,
     write_run_folder,
 )
+from .mixing import mix_at, mix_notes
 from .model import Transformer, check_shapes, count_parameters, flops_per_token
 from llm_from_scratch.monitoring import (
     MetricsWriter, Throughput, progress_bar, read_metrics, readable, utilisation, write_report,
@@ -141,8 +142,18 @@ def build_training(
                      max_grad_norm=config.optim.max_grad_norm, compile=wants_compile(train.compile, device), loss=loss)
     rows = dict(batch_size=train.global_batch // ranks.world_size, seq_len=train.seq_len, rank=ranks.rank, world_size=ranks.world_size,
                 document_mask=config.data.document_mask)
-    loader = TokenLoader(data.train, seed=train.seed, shuffle=config.data.shuffle, **rows)
-    return Training(config, ranks, device, dtype, engine, loader, TokenLoader(data.val, shuffle=False, **rows), data)
+    longest, window = max(config.data.lengths, default=0), config.model.max_seq_len
+    if longest > window: raise UserError(f"data.lengths {longest} is above model.max_seq_len {window}; raise the latter")
+    loader = TokenLoader(data.train, seed=train.seed, shuffle=config.data.shuffle, pad_id=data.tokenizer.pad_id, **rows, **loader_options(config.data, data.train))
+    training = Training(config, ranks, device, dtype, engine, loader, TokenLoader(data.val, shuffle=False, **rows), data)
+    follow_mix(training)
+    return training
+
+def follow_mix(
+    training: Training, # at any step, on all ranks
+) -> None:              # nothing where the shares are in force already
+    "Mix as the configuration says from this step on."
+    if shares := mix_at(training.config.data, training.step): training.loader.set_weights(shares)
 
 # %% ../nbs/09_train.ipynb #1d1ded32
 PROGRESS = ("step", "tokens", "skipped", "last_val") # counters that a checkpoint keeps
@@ -185,6 +196,7 @@ def resume(
     state = load_checkpoint(path, training.parts, inputs=training.data.manifests, public_key=training.config.checkpoint.require_signature)
     for name in PROGRESS: setattr(training, name, state["progress"][name])
     training.first_step = training.step
+    follow_mix(training)
     restore_rng(state["rng"], rank=training.ranks.rank)
 
 # %% ../nbs/09_train.ipynb #5c1f3533
@@ -244,10 +256,12 @@ def fit(
         for batch in endless(training.loader):
             if training.step >= config.train.steps: return DONE
             rate = set_lr(training.engine.optimizer, training.step, config.optim, config.train.steps)
-            result = training.engine.train_step(split_batch(batch, config.train.micro_batch), stop=stop.reason is not None)
+            rows = max(1, config.train.micro_batch * config.train.seq_len // batch.inputs.shape[1])
+            result = training.engine.train_step(split_batch(batch, rows), stop=stop.reason is not None)
             throughput.add(result.num_tokens)
             training.step, training.tokens = training.step + 1, training.tokens + result.num_tokens
             training.skipped, in_a_row = training.skipped + result.skipped, in_a_row + 1 if result.skipped else 0
+            follow_mix(training)
             last = training.step >= config.train.steps or result.stop
             with throughput.paused(): values = validate(training) if last or training.step % config.eval.every_steps == 0 else {}
             observe(training.step, throughput=throughput, loss=result.loss, lr=rate, grad_norm=result.grad_norm, tokens=training.tokens, **values)
@@ -317,7 +331,7 @@ def show_start(
     console.print(f"data         {data.train.num_tokens:,} training and {data.val.num_tokens:,} validation tokens, {training.loader.dropped_tokens:,} left over at shard ends; "
                   + ", ".join(f"{key} {value:,}" for key, value in data.train.manifest["extra"]["reading"].items() if not key.startswith("encoded")))
     console.print(f"batch        {train.global_batch} rows asked for = {train.global_batch // ranks // accumulation} a micro-batch x {accumulation} accumulated x {ranks} ranks, {train.seq_len} tokens each")
-    for note in notes: console.print(f"note         {note}")
+    for note in [*notes, *mix_notes(training.loader.feed)]: console.print(f"note         {note}")
 
 # %% ../nbs/09_train.ipynb #15803f98
 FOLDER = {"report": "report/index.html", "checkpoints": "checkpoints", "metrics": "metrics.jsonl", "TensorBoard": "tensorboard",

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from llm_from_scratch.dataloader import FILLER, IGNORED, TokenLoader, document_borders, endless, epoch_order, mark_documents, plan_rows, read_rows
+from llm_from_scratch.dataloader import IGNORED, TokenLoader, endless
 from llm_from_scratch.env import UserError
+from llm_from_scratch.row_plans import FILLER, document_borders, epoch_order, mark_documents, plan_rows, read_rows, whole_rows
 from llm_from_scratch.token_shards import open_shards, write_shards
 
 
@@ -228,9 +229,10 @@ def test_batches_are_int64_of_the_promised_shapes(ragged):
 
 def test_rows_are_copied_once():
     tokens, starts, out = np.zeros(2_000_000, "<u2"), np.arange(64) * 4_096, np.empty((64, 4_097), np.int64)
-    read_rows([tokens], np.zeros(64, np.int64), starts, out)
+    spans = whole_rows(np.zeros(64, np.int64), starts, 4_097)
+    read_rows([tokens], spans, out)
     tracemalloc.start()
-    read_rows([tokens], np.zeros(64, np.int64), starts, out)
+    read_rows([tokens], spans, out)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 64 * 1_024
@@ -250,7 +252,7 @@ def test_plan_counts_every_token():
 
 
 def test_marks_of_one_token_documents():
-    doc_ids, positions = mark_documents(document_borders([np.arange(10)], np.array([0]), np.array([3]), 5))
+    doc_ids, positions = mark_documents(document_borders([np.arange(10)], whole_rows(np.array([0]), np.array([3]), 6), 1, 5))
     assert doc_ids.tolist() == [[0, 1, 2, 3, 4]] and positions.tolist() == [[0] * 5]
 
 
