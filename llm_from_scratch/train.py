@@ -74,15 +74,13 @@ def prepare_data(
 ) -> Data:          # memory-mapped, nothing is read yet
     "Find the documents, then train or reuse the tokenizer and the token shards."
     if place := find_encoded(config.data.path):
-        tokenizer = encoded_tokenizer(place, config.tokenizer.path, config.data)
-        return Data(tokenizer, *open_encoded(place, config.data, tokenizer))
-    cache = Path(config.data.cache_dir) if config.data.cache_dir else default_cache_dir()
+        return Data(tokenizer := encoded_tokenizer(place, config.tokenizer.path, config.data), *open_encoded(place, config.data, tokenizer))
+    cache = Path(config.data.cache_dir or default_cache_dir())
     files, fraction = corpus_files(config.data.path), config.data.val_fraction
     texts = lambda: (document.text for document in read_corpus(files, fraction, Counter()) if not is_validation(document.id, fraction))
     tokenizer = cached_tokenizer(config.tokenizer, texts, hash_json([inputs_hash(files), fraction]), cache)
     config.data.check_vocabulary(tokenizer.vocab_size)
-    train, val = (cached_shards(config.data, tokenizer, files, split, cache) for split in ("train", "val"))
-    return Data(tokenizer, train, val)
+    return Data(tokenizer, *(cached_shards(config.data, tokenizer, files, split, cache) for split in ("train", "val")))
 
 # %% ../nbs/09_train.ipynb #23d18043
 @dataclass
