@@ -279,6 +279,7 @@ class Lock:
         return self
 
     def __exit__(self, *error):
+        if fcntl is not None: fcntl.flock(self._file, fcntl.LOCK_UN) # a process that was forked meanwhile has a copy, which closing leaves locked
         self._file.close()
         self._file = None
 

@@ -263,14 +263,14 @@ def encode_corpus(
 PROGRAM = "python -m llm_from_scratch.token_shards"
 
 def describe_tokens(
-    path: str | Path, # folder of encoded splits, or of one split
-) -> dict:            # plain JSON; `problems` is empty where all files are there with their sizes
+    path: str | Path, # folder or URL of encoded splits, or of one split
+) -> dict:            # plain JSON; `problems` is empty where all files are there with their sizes; of a URL, none is looked at
     "What a folder of tokens holds and what it was made of; raises UserError for anything else."
-    manifest = read_manifest(path)
+    manifest = importlib.import_module("llm_from_scratch.shard_cache").read_remote_manifest(str(path)) if is_remote(path) else read_manifest(path)
     if manifest["kind"] not in ("tokens", "token_shards"): raise UserError(f"{path}: holds {manifest['kind']}, not tokens")
     facts = {name: value for name, value in manifest["extra"].items() if name != "shards"}
     if "shards" in manifest["extra"]: facts["num_shards"] = len(manifest["extra"]["shards"])
-    return {"hash": manifest["hash"], "made_of": manifest["inputs"], **facts, "problems": verify_manifest(path, deep=False)}
+    return {"hash": manifest["hash"], "made_of": manifest["inputs"], **facts, "problems": [] if is_remote(path) else verify_manifest(path, deep=False)}
 
 # %% ../nbs/02aa_encoding.ipynb #6bd0d02d
 def encode_command(
@@ -301,7 +301,7 @@ def main(
     first.add_argument("command", choices=["encode", "info"])
     if first.parse_args(arguments[:1]).command == "encode": return encode_command(arguments[1:])
     parser = CommandParser(prog=f"{PROGRAM} info", description="Counts, hashes and problems, as JSON.")
-    parser.add_argument("path", metavar="DIR", help="folder of encoded splits, or of one split")
+    parser.add_argument("path", metavar="DIR", help="folder or URL of encoded splits, or of one split")
     found = describe_tokens(parser.parse_args(arguments[1:]).path)
     print(json.dumps(found, indent=1))
     return 1 if found["problems"] else 0

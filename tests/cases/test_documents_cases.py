@@ -1,5 +1,8 @@
 import gzip
+import io
 import json
+import random
+import tarfile
 from collections import Counter
 from pathlib import Path
 
@@ -224,3 +227,98 @@ def test_a_foreign_id_cannot_choose_its_split(tmp_path, end):
 def test_an_empty_name_does_not_mean_the_present_folder():
     with pytest.raises(UserError, match="an empty name"):
         d.list_inputs([""])
+
+
+def write_tar(path, members, compress=False):
+    "Members are (name, bytes) pairs; bytes None: a folder."
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.type, info.size = (tarfile.DIRTYPE, 0) if data is None else (tarfile.REGTYPE, len(data))
+            tar.addfile(info, io.BytesIO(data or b""))
+    path.write_bytes(gzip.compress(archive.getvalue()) if compress else archive.getvalue())
+    return path
+
+
+@pytest.mark.parametrize("name, compress", [("s.tar", False), ("s.tar.gz", True), ("s.tgz", True), ("plain-but.tar", True)])
+def test_a_tar_shard_gives_a_document_a_sample(tmp_path, name, compress):
+    rows = [("b.c/", None), ("b.c/7.json", b'{"lang": "en", "text": "worse"}'), ("b.c/7.TXT", "é\r\n".encode()), ("./8.json", b'{"text": "eight", "id": "z"}'),
+            ("8.seg.png", b"\x00" * 3000), ("._8.txt", b"hidden"), ("README", b"no ending"), ("9.cls", b"1")]
+    found, tally = read(write_tar(tmp_path / name, rows, compress))
+    assert [(each.id.removeprefix(f"{tmp_path}/"), each.text, each.lang) for each in found] == [(f"{name}:b.c/7", "é\r\n", "en"), (f"{name}:8", "eight", None)]
+    assert tally["no_text"] == 2 and tally["read"] == 4
+
+
+@pytest.mark.parametrize("damage, kept, reasons", [
+    (lambda data: data[:5 * 1024 + 514], 5, {"damaged": 1}),                          # cut within a member
+    (lambda data: data[:4 * 1024], 4, {"damaged": 1}),                                # cut between members, no end marks
+    (lambda data: data[:3 * 1024] + b"?" * 512 + data[3 * 1024 + 512:], 3, {"damaged": 1}), # a header in the middle
+    (lambda data: b"", 0, {"damaged": 1}), (lambda data: b"<Error>AccessDenied</Error>", 0, {"damaged": 1})])
+def test_a_damaged_tar_shard_gives_what_can_be_read_and_counts_the_rest(tmp_path, good, damage, kept, reasons):
+    path = write_tar(tmp_path / "s.tar", [(f"{number}.txt", b"text") for number in range(8)])
+    path.write_bytes(damage(path.read_bytes()))
+    found, tally = read(path, good)
+    assert len(found) == kept + 1 and {name: tally[name] for name in d.REASONS if tally[name]} == reasons
+
+
+def test_a_damaged_compressed_tar_shard_is_counted(tmp_path, good):
+    path = write_tar(tmp_path / "s.tar.gz", [(f"{number}.txt", random.Random(number).randbytes(3000).hex().encode()) for number in range(20)], compress=True)
+    data = path.read_bytes()
+    path.write_bytes(data[:len(data) // 2])
+    found, tally = read(path, good)
+    assert 5 < len(found) < 15 and tally["damaged"] == 1
+
+
+def test_a_member_that_is_too_long_is_counted_not_held(tmp_path, good, monkeypatch):
+    monkeypatch.setattr(d, "MAX_LINE_BYTES", 100)
+    _, tally = read(write_tar(tmp_path / "s.tar", [("1.txt", b"x" * 101), ("2.json", b'{"text": 5}')]), good)
+    assert tally["too_long"] == tally["no_text"] == 1
+
+
+def save_dataset(folder, columns, num_files=2, name="data"):
+    folder.mkdir(parents=True)
+    table, files = pyarrow.table(columns), []
+    for number in range(num_files):
+        files.append(f"{name}-{number:05d}-of-{num_files:05d}.arrow")
+        with pyarrow.ipc.new_stream(folder / files[-1], table.schema) as stream:
+            stream.write_table(table.slice(number * 2, 2), max_chunksize=1)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": file} for file in files], "_fingerprint": "1f"}))
+    (folder / "dataset_info.json").write_text("{}")
+
+
+def test_saved_datasets_are_read_by_their_own_list(tmp_path):
+    for split in ("train", "test"):
+        save_dataset(tmp_path / "saved" / split, {"text": [f"{split} {number}" for number in range(4)], "source": ["web"] * 4, "label": [1] * 4})
+    (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    (tmp_path / "saved" / "train" / "cache-1f.arrow").write_bytes(b"of an earlier step")
+    (tmp_path / "saved" / "notes.txt").write_text("beside it")
+    files = d.list_inputs([str(tmp_path / "saved")])
+    assert [path.relative_to(tmp_path / "saved").as_posix() for path in files] == [
+        "notes.txt", *(f"{split}/data-0000{number}-of-00002.arrow" for split in ("test", "train") for number in (0, 1))]
+    found, _ = read(*files)
+    assert [each.text for each in found][1:] == [f"{split} {number}" for split in ("test", "train") for number in range(4)]
+    assert found[-1].source == "web" and found[-1].id.endswith("train/data-00001-of-00002.arrow:2")
+
+
+def test_a_state_file_of_others_is_a_text(tmp_path):
+    (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "x"}]}')
+    (tmp_path / "dataset_dict.json").write_text("{}")
+    assert [path.name for path in d.list_inputs([str(tmp_path)])] == ["dataset_dict.json", "state.json"]
+
+
+@pytest.mark.parametrize("cut", [10, 300])
+def test_a_torn_arrow_file_is_counted(tmp_path, good, cut):
+    save_dataset(tmp_path / "saved", {"text": ["one", "two"]}, num_files=1)
+    path = next((tmp_path / "saved").glob("*.arrow"))
+    path.write_bytes(path.read_bytes()[:-cut])
+    _, tally = read(path, good)
+    assert tally["damaged"] == 1
+
+
+def test_the_library_itself_writes_what_is_read(tmp_path):
+    datasets = pytest.importorskip("datasets", reason="the library is no dependency")
+    rows = datasets.Dataset.from_dict({"text": [f"row {number}" for number in range(2500)] + [None]})
+    datasets.DatasetDict({"train": rows, "test": rows.select(range(5))}).save_to_disk(tmp_path / "saved", num_shards={"train": 3, "test": 1})
+    found, tally = read(*d.list_inputs([str(tmp_path / "saved")]))
+    assert len(found) == 2505 and tally["no_text"] == 1 and len({each.id for each in found}) == 2505

@@ -19,7 +19,7 @@ from llm_from_scratch.config import build_config
 from llm_from_scratch.documents import corpus_files, read_corpus
 from llm_from_scratch.encoding import EncodeConfig, encode_corpus, make_plan, plan_tasks
 from llm_from_scratch.env import UserError, hash_json
-from llm_from_scratch.token_shards import document_at, open_shards, write_splits
+from llm_from_scratch.token_shards import document_at, main, open_shards, write_splits
 from llm_from_scratch.tokenizer import Tokenizer
 from llm_from_scratch.train import is_code, prepare_data
 
@@ -44,8 +44,8 @@ def settings(**more):
     return build_config(values, more, kind=EncodeConfig)
 
 
-def start(*options):
-    command = [sys.executable, "-m", "llm_from_scratch.token_shards", "encode", "--inputs", "texts", "--out", "tokens", *OPTIONS, *options]
+def start():
+    command = [sys.executable, "-m", "llm_from_scratch.token_shards", "encode", "--inputs", "texts", "--out", "tokens", *OPTIONS]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})
 
 
@@ -54,7 +54,7 @@ def contents(folder):
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="kills a process")
-def test_killed_and_started_again_it_does_the_rest_on_other_workers():
+def test_killed_and_started_again_it_does_the_rest_on_other_workers(capsys):
     write_texts()
     first, deadline = start(), time.monotonic() + 60
     while not Path("tokens.work/tasks/00000/manifest.json").exists():
@@ -63,9 +63,8 @@ def test_killed_and_started_again_it_does_the_rest_on_other_workers():
     first.kill()
     first.communicate()
     assert not Path("tokens").exists(), "the kill came too late: the test proves nothing"
-    second = start("--workers", "2")
-    out, err = second.communicate(timeout=120)
-    assert second.returncode == 0, err
+    assert main(["encode", "--inputs", "texts", "--out", "tokens", *OPTIONS, "--workers", "2"]) == 0
+    out, err = capsys.readouterr()
     assert "task 00000 of 3" in err and "found finished" in err and err.count("found finished") < 3
     assert "--data.path tokens" in out and not Path("tokens.work").exists()
     tokenizer, files, reading = Tokenizer.load("tokens/tokenizer"), corpus_files(["texts"]), Counter()
