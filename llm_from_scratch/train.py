@@ -50,6 +50,7 @@ from llm_from_scratch.monitoring import (
     MetricsWriter, Throughput, progress_bar, read_metrics, readable, utilisation, write_report,
 )
 from .optim import build_optimizer, set_lr
+from .signatures import read_key
 from .state_trees import capture_rng, restore_rng
 from .token_shards import TokenShards, cached_shards
 from .tokenizer import Tokenizer, cached_tokenizer
@@ -156,6 +157,7 @@ def open_saver(
 ) -> tuple[BackgroundSaver, SaveSchedule]: # only rank 0's saver ever gets to write
     "What writes the checkpoints, and what says when."
     options, folder = training.config.checkpoint, run_dir / "checkpoints"
+    if training.ranks.is_main and options.signing_key: read_key(options.signing_key, private=True) # better refused now than at the first save
     best = read_best(folder) if training.ranks.is_main and options.keep_best else None
     return BackgroundSaver(folder, options), SaveSchedule(options, **({"best_loss": best["val_loss"]} if best else {}))
 
