@@ -51,6 +51,8 @@ from llm_from_scratch.monitoring import (
     MetricsWriter, Throughput, progress_bar, read_metrics, readable, utilisation, write_report,
 )
 from .optim import build_optimizer, set_lr
+from .remote_runs import sync_run_folder, work_locally
+from .signatures import read_key
 from .state_trees import capture_rng, restore_rng
 from .token_shards import TokenShards, cached_shards, encoded_tokenizer, find_encoded, open_encoded
 from .tokenizer import Tokenizer, cached_tokenizer
@@ -101,6 +103,7 @@ class Training:
     first_step: int = 0      # steps done before this sitting
     extras: dict = field(default_factory=dict)      # name -> what else has a state to save: a monitor, a fuse
     environment: dict = field(default_factory=dict) # report of the machine, kept with the state
+    url: str | None = None   # object store that follows the run's folder
 
     @property
     def model(self) -> Transformer: return self.engine.model
@@ -168,8 +171,10 @@ def open_saver(
 ) -> tuple[BackgroundSaver, SaveSchedule]: # only rank 0's saver ever gets to write
     "What writes the checkpoints, and what says when."
     options, folder = training.config.checkpoint, run_dir / "checkpoints"
+    if training.ranks.is_main and options.signing_key: read_key(options.signing_key, private=True) # better refused now than at the first save
     best = read_best(folder) if training.ranks.is_main and options.keep_best else None
-    return BackgroundSaver(folder, options), SaveSchedule(options, **({"best_loss": best["val_loss"]} if best else {}))
+    follow = partial(sync_run_folder, run_dir, training.url) if training.url else None
+    return BackgroundSaver(folder, options, follow), SaveSchedule(options, **({"best_loss": best["val_loss"]} if best else {}))
 
 def save(
     training: Training,     # all ranks call this together
@@ -408,6 +413,7 @@ def run(
     resume_from: str | None = None, # "auto", a checkpoint, or None for a new run
     old: Config | None = None,      # the run's saved configuration on a resume
     allow: tuple[str, ...] = (),    # options that may differ from it
+    url: str | None = None,         # object store that follows the folder
     console: Console | None = None, # None: the terminal, on rank 0 only
 ) -> int:                           # exit code
     "One training run from text to report."
@@ -420,9 +426,10 @@ def run(
     data = prepare_data(config)
     if resume_from: check_same_data(run_dir, data.manifests)
     training = build_training(config, data, ranks)
-    if ranks.is_main: training.environment = environment_report()
+    if ranks.is_main: training.environment, training.url = environment_report(), url
     if start: resume(training, start)
     if start: notes.append(f"resumed from {start}")
+    if url: notes.append(f"works in {run_dir}; {url} follows")
     check_ranks(training)
     fingerprint = write_run_folder(run_dir, config, data.tokenizer, data.manifests, training.environment) if ranks.is_main else {}
     if ranks.is_main: show_start(console, training, fingerprint, notes)
@@ -440,7 +447,10 @@ def main(
 ) -> int:            # exit code
     "Train, from the command line; every rank runs this."
     ranks = read_ranks()
-    try: options, config, old = resolve(args)
+    try:
+        args, url = work_locally(args)
+        options, config, old = resolve(args)
+        options.url = url
     except UserError:
         if ranks.is_main: raise
         return USER_ERROR
@@ -475,13 +485,14 @@ def hold_and_run(
     run_dir = Path(broadcast_object(named))
     with Lock(run_dir / ".lock") if ranks.is_main else nullcontext():
         if ranks.is_main: (run_dir / "stopped.json").unlink(missing_ok=True)
-        try: code = run(config, run_dir, ranks, resume_from=options.resume, old=old, allow=tuple(options.allow_change))
+        try: code = run(config, run_dir, ranks, resume_from=options.resume, old=old, allow=tuple(options.allow_change), url=options.url)
         except (UserError, RuntimeError, KeyboardInterrupt) as error: # the latter two may only mean that another rank is gone
             mistake = str(error) if isinstance(error, UserError) else mistake_elsewhere()
             if mistake and ranks.is_main: remember_stop(run_dir, USER_ERROR, mistake)
             if mistake: raise UserError(mistake) from error
             if isinstance(error, KeyboardInterrupt): raise KeyboardInterrupt(f"{error} outside of the steps; go on with: {again(run_dir)}") from None
             raise
+        if ranks.is_main and options.url: sync_run_folder(run_dir, options.url)
         if ranks.is_main and code != DONE: remember_stop(run_dir, code, "diverged" if code == DIVERGED else "signal")
         return code
 

@@ -523,3 +523,79 @@ def test_the_command_verifies_and_lists(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="has no checkpoints"):
         main(["list", str(tmp_path / "empty")])
+
+
+def test_large_entries_are_split_and_come_back(tmp_path):
+    torch.manual_seed(0)
+    model = Transformer(SHAPE)
+    optimizer = build_optimizer(model, OptimConfig(kind="adamw"))
+    model_steps(model, optimizer, 1)
+    state = {"model": model, "optimizer": ByName(model, optimizer), "views": {"a": torch.arange(6.0).view(2, 3).T, "n": torch.tensor(2, dtype=torch.int8)}}
+    path = save_checkpoint(tmp_path, state, step=1, max_shard_bytes=2000)
+    files = sorted(file.name for file in path.glob("model-*"))
+    assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    assert sorted(set(index["weight_map"].values())) == files and index["metadata"]["total_size"] == sum(p.nbytes for p in model.parameters())
+    assert all(not name.startswith(("module.", "_orig_mod.")) for name in index["weight_map"])
+    expected = model_steps(model, optimizer, 2)
+    torch.manual_seed(0)
+    model = Transformer(SHAPE)
+    optimizer = build_optimizer(model, OptimConfig(kind="adamw"))
+    model_steps(model, optimizer, 1)
+    draws = torch.get_rng_state()
+    rest = load_checkpoint(path, {"model": model, "optimizer": ByName(model, optimizer)})
+    torch.set_rng_state(draws)
+    assert model_steps(model, optimizer, 2) == expected
+    assert torch.equal(rest["views"]["a"], torch.arange(6.0).view(2, 3).T) and rest["views"]["n"].dtype == torch.int8
+
+
+def test_a_missing_part_of_a_split_entry_is_named(tmp_path):
+    path = save_checkpoint(tmp_path, {"model": small_net()}, step=1, max_shard_bytes=64)
+    next(path.glob("model-00002*")).unlink()
+    with pytest.raises(UserError, match="damaged: model-00002-of-0000"):
+        load_checkpoint(path, {"model": small_net()})
+
+
+def test_trn_11_an_odd_vocabulary_resumes_to_the_same_losses(tmp_path):
+    shape = SHAPE.model_copy(update={"vocab_size": 67, "vocab_multiple": 8})
+
+    def build():
+        torch.manual_seed(0)
+        model = Transformer(shape)
+        return model, build_optimizer(model, OptimConfig(kind="adamw"))
+
+    model, optimizer = build()
+    model_steps(model, optimizer, 3)
+    path = save_checkpoint(tmp_path, {"model": model, "optimizer": ByName(model, optimizer), "rng": capture_rng()}, step=3, max_shard_bytes=999)
+    undisturbed = model_steps(model, optimizer, 3)
+    model, optimizer = build()
+    restore_rng(load_checkpoint(path, {"model": model, "optimizer": ByName(model, optimizer)})["rng"])
+    assert model_steps(model, optimizer, 3) == undisturbed
+
+
+def test_a_stranger_with_a_name_of_ours_is_left_alone(tmp_path):
+    for step in (10, 20, 30, 40):
+        save_checkpoint(tmp_path, {"model": small_net()}, step=step)
+    for name, text in [("step_00000001", None), ("step_00000002", '{"kind": "corpus"}'), ("step_00000003", "{"), ("step_00000004", "[]")]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights.bin").write_bytes(b"precious")
+        if text is not None:
+            (tmp_path / name / "manifest.json").write_text(text)
+    assert [checkpoint_step(path) for path in prune_checkpoints(tmp_path, keep=1)] == [10, 20, 30]
+    assert [checkpoint_step(path) for path in list_checkpoints(tmp_path)] == [1, 2, 3, 4, 40]
+    assert latest_checkpoint(tmp_path).name == "step_00000040"
+
+
+def test_every_kth_stays_and_full_and_light_are_counted_apart(tmp_path):
+    for step in range(1, 11):
+        save_checkpoint(tmp_path, {"model": small_net(), "extra": {}}, step=step, kind="light" if step % 2 else "full")
+    prune_checkpoints(tmp_path, keep=1, keep_light=2, keep_every=4, best=3)
+    assert [checkpoint_step(path) for path in list_checkpoints(tmp_path)] == [3, 4, 7, 8, 9, 10]
+
+
+def test_order_is_by_step_and_never_by_name_or_time(tmp_path):
+    for step in (100_000_000, 99_999_999, 5):
+        save_checkpoint(tmp_path, {"model": small_net()}, step=step)
+    os.utime(tmp_path / "step_100000000", (0, 0))
+    assert latest_checkpoint(tmp_path).name == "step_100000000"
+    assert [checkpoint_step(path) for path in prune_checkpoints(tmp_path, keep=1)] == [5, 99_999_999]

@@ -71,6 +71,13 @@ def wait_for_step(run_dir, step, seconds=90):
     raise AssertionError(f"step {step} did not come")
 
 
+def wait_for_checkpoint(run_dir, step, seconds=60):
+    limit = time.monotonic() + seconds
+    while not (Path(run_dir) / "checkpoints" / f"step_{step:08d}").exists():
+        assert time.monotonic() < limit, f"checkpoint {step} did not come"
+        time.sleep(0.01)
+
+
 def losses(run_dir):
     return {row["step"]: row["loss"] for row in rows(run_dir)}
 
@@ -130,7 +137,8 @@ def test_sigterm_saves_exits_3_and_resumes_to_the_bit(options, undisturbed, tmp_
 def test_kill_9_resumes_from_the_last_whole_checkpoint(options, undisturbed, tmp_path):
     run_dir = tmp_path / "killed"
     process = start([*options, "--train.steps", "60", "--checkpoint.every-steps", "20", "--eval.every-steps", "30", "--run-dir", run_dir])
-    wait_for_step(run_dir, 25)
+    wait_for_step(run_dir, 20)
+    wait_for_checkpoint(run_dir, 20)  # written beside the training
     process.kill()
     finish(process)
     code, out, err = finish(start(["--run-dir", run_dir, "--resume", "auto"]))

@@ -242,6 +242,60 @@ def test_a_full_disk_leaves_the_old_checkpoint(two, monkeypatch, part):
     assert verify_checkpoint(two / "step_00000020") == []
 
 
+def test_no_room_is_told_with_both_numbers_before_anything_is_written(two, monkeypatch):
+    usage = shutil.disk_usage(two)
+    monkeypatch.setattr(checkpointing.shutil, "disk_usage", lambda path: usage._replace(free=12_345))
+    with pytest.raises(UserError, match=r"takes 1,0\d\d,\d\d\d bytes and .* has 12,345 free; older checkpoints are untouched"):
+        save_checkpoint(two, {"model": net_of(30)}, step=30)
+    assert sorted(entry.name for entry in two.iterdir()) == ["step_00000010", "step_00000020"]
+
+
+@pytest.mark.parametrize("key", ["0.weight", "1.bias"])
+def test_a_disk_that_gives_back_other_bytes_is_found_at_once(two, monkeypatch, key):
+    real = checkpointing.save_file
+
+    def lies(tensors, path):
+        real(tensors, path)
+        content = bytearray(Path(path).read_bytes())
+        size = int.from_bytes(content[:8], "little")
+        start = 8 + size + json.loads(content[8 : 8 + size])[key]["data_offsets"][0]
+        content[start] ^= 1
+        Path(path).write_bytes(content)
+
+    monkeypatch.setattr(checkpointing, "save_file", lies)
+    with pytest.raises(UserError, match=f"read back, {key} is not what was written.*older checkpoints are untouched.*disk is failing"):
+        save_checkpoint(two, {"model": net_of(30)}, step=30)
+    assert sorted(entry.name for entry in two.iterdir()) == ["step_00000010", "step_00000020"]
+
+
+@pytest.mark.parametrize("number, cure", [(errno.EIO, "the disk is failing"), (errno.EROFS, "mount it for writing"), (errno.EDQUOT, "raise the quota")])
+def test_each_error_of_a_disk_has_its_cure(two, monkeypatch, number, cure):
+    def broken(*arguments, **options):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(checkpointing, "write_manifest", broken)
+    with pytest.raises(UserError, match=f"{os.strerror(number)}.*older checkpoints are untouched.*{cure}"):
+        save_checkpoint(two, {"model": net_of(30)}, step=30)
+    assert latest_checkpoint(two) == two / "step_00000020"
+
+
+def test_a_copy_that_breaks_on_the_way_leaves_old_ones_and_no_name(two, tmp_path_factory, monkeypatch):
+    local = tmp_path_factory.mktemp("local")
+
+    def broken(path, draft, **options):
+        Path(draft, "model.safetensors").write_bytes(b"half")
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpointing.shutil, "copytree", broken)
+        with pytest.raises(UserError, match="Input/output error.*older checkpoints are untouched"):
+            save_checkpoint(two, {"model": net_of(30)}, step=30, local_dir=local)
+    assert sorted(entry.name for entry in two.iterdir()) == ["step_00000010", "step_00000020"]
+    save_checkpoint(two, {"model": net_of(30)}, step=30, local_dir=local)
+    assert latest_checkpoint(two).name == "step_00000030"
+    assert [path for path in local.rglob("*") if path.is_file()] == []
+
+
 @needs_fork
 def test_a_real_limit_on_file_size_leaves_the_old_checkpoint(two):
     resource = pytest.importorskip("resource")
