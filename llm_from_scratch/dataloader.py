@@ -51,16 +51,16 @@ class Batch:
 
 # %% ../nbs/02b_dataloader.ipynb #b42bb475
 def pad_rows(
-    tokens: torch.Tensor, # (B, T + 1), is changed
-    filled: np.ndarray,   # (B,) tokens in each row
-    pad_id: int,          # input where there is no token
-) -> torch.Tensor:        # (B, T + 1) labels: the tokens themselves where all rows are full
+    tokens: np.ndarray, # (B, T + 1), is changed
+    filled: np.ndarray, # (B,) tokens in each row
+    pad_id: int,        # input where there is no token
+) -> np.ndarray:        # (B, T + 1) labels: the tokens themselves where all rows are full
     "Pad rows in place and make labels that ignore the padding."
-    ragged = np.flatnonzero(filled < tokens.shape[1])
-    labels = tokens.clone() if len(ragged) else tokens
-    for row, end in zip(ragged.tolist(), filled[ragged].tolist()):
-        tokens[row, max(0, end - 1):] = pad_id
-        labels[row, end:] = IGNORED
+    if filled.min() == tokens.shape[1]: return tokens
+    labels = tokens.copy()
+    for row in np.flatnonzero(filled < tokens.shape[1]).tolist():
+        tokens[row, max(0, filled[row] - 1):] = pad_id
+        labels[row, filled[row]:] = IGNORED
     return labels
 
 # %% ../nbs/02b_dataloader.ipynb #d81ca7cd
@@ -74,9 +74,11 @@ def stage_tokens(
     pinned: bool = False,   # in memory that a GPU reads directly
 ) -> tuple[torch.Tensor, torch.Tensor]:  # (B, T) inputs, (B, T) targets: views of buffers of T + 1 columns
     "Read rows into a new staging buffer; what they don't fill has inputs pad_id and targets IGNORED."
-    tokens = torch.empty((len(filled), seq_len + 1), dtype=torch.int64, pin_memory=pinned)
-    read_rows(shards.shards, spans, tokens.numpy())
-    return tokens[:, :-1], pad_rows(tokens, filled, pad_id)[:, 1:]
+    shape = len(filled), seq_len + 1
+    tokens = torch.empty(shape, dtype=torch.int64, pin_memory=True) if pinned else torch.from_numpy(np.empty(shape, np.int64))
+    labels = pad_rows(read_rows(shards.shards, spans, tokens.numpy()), filled, pad_id)
+    if pinned: return tokens[:, :-1], torch.from_numpy(labels).pin_memory()[:, 1:] if filled.min() <= seq_len else tokens[:, 1:]
+    return torch.from_numpy(tokens.numpy()[:, :-1]), torch.from_numpy(labels[:, 1:])
 
 # %% ../nbs/02b_dataloader.ipynb #a2b4f472
 def stage_documents(
@@ -87,9 +89,10 @@ def stage_documents(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # (B, T) positions, (B, T) doc_ids
     "Positions within documents and document numbers of rows; -1 is the number of what is no document."
     doc_ids, positions = mark_documents(document_borders(shards.starts, spans, len(filled), seq_len))
-    for row in np.flatnonzero(filled <= seq_len).tolist():
-        end = max(0, filled[row] - 1)
-        doc_ids[row, end:], positions[row, end:] = -1, 0
+    if filled.min() <= seq_len:
+        for row in np.flatnonzero(filled <= seq_len).tolist():
+            end = max(0, filled[row] - 1)
+            doc_ids[row, end:], positions[row, end:] = -1, 0
     return torch.from_numpy(positions), torch.from_numpy(doc_ids)
 
 # %% ../nbs/02b_dataloader.ipynb #c0298bed
@@ -100,7 +103,7 @@ def check_sizes(
     "UserError where a shard's file is shorter than when it was opened."
     if not isinstance(shards.shards, list): return
     for number in set(spans.shards.tolist()):
-        path, expected = shards.path / f"{number:05d}.bin", shards.shards[number].nbytes
+        path, expected = f"{shards.path}/{number:05d}.bin", shards.shards[number].nbytes
         try: found = os.stat(path).st_size
         except FileNotFoundError: continue # the map keeps what was unlinked
         if found < expected:

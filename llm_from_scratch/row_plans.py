@@ -188,11 +188,14 @@ def mark_documents(
     borders: np.ndarray,             # (B, T) bool, from `document_borders`
 ) -> tuple[np.ndarray, np.ndarray]:  # (B, T) int64 document numbers within the row, (B, T) int64 positions within the document
     "Number a row's documents from 0 and the tokens of each from 0."
-    columns = np.arange(borders.shape[1])
-    doc_ids, positions = borders.astype(np.int64), np.where(borders, columns, 0)
-    np.cumsum(doc_ids, axis=1, out=doc_ids)
-    np.maximum.accumulate(positions, axis=1, out=positions)
-    return doc_ids, np.subtract(columns, positions, out=positions)
+    heads = borders.copy()
+    heads[:, 0] = True
+    begins, row_len = np.flatnonzero(heads), borders.shape[1]
+    lengths = np.diff(begins, append=borders.size)
+    numbers = np.arange(len(begins)) - np.searchsorted(begins, begins // row_len * row_len)
+    positions = np.arange(borders.size)
+    positions -= np.repeat(begins, lengths)
+    return np.repeat(numbers, lengths).reshape(borders.shape), positions.reshape(borders.shape)
 
 # %% ../nbs/02ac_row_plans.ipynb #fec9051d
 def cut_documents(

@@ -1,6 +1,8 @@
 "Cases of the loader: ends of files, ranks, resuming, borders of documents."
 import json
 import tracemalloc
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -259,3 +261,59 @@ def test_marks_of_one_token_documents():
 @pytest.mark.parametrize("wrong", [dict(batch_size=0), dict(seq_len=0), dict(rank=2), dict(rank=-1), dict(world_size=0), dict(seed=-1)])
 def test_impossible_options_are_refused(ragged, wrong):
     with pytest.raises(UserError): TokenLoader(ragged, **{**dict(batch_size=1, seq_len=8, world_size=2), **wrong})
+
+
+class FarShards(Sequence):
+    "Shards that say which of them are asked for, and which are to come."
+
+    def __init__(self, shards): self.shards, self.read, self.announced = list(shards), [], []
+    def __len__(self): return len(self.shards)
+    def prefetch(self, numbers): self.announced.append(list(numbers))
+    def __getitem__(self, number):
+        self.read.append(number)
+        return self.shards[number]
+
+
+def test_shards_from_afar_are_read_window_by_window_and_announced(ragged):
+    far = FarShards(ragged.shards)
+    loader = TokenLoader(replace(ragged, shards=far), batch_size=4, seq_len=16, seed=1, shuffle_shards=3, prefetch_batches=0)
+    assert not far.read
+    rows = rows_of(loader)
+    windows, order = loader.feed.epoch(0)
+    assert sorted(rows) == list(range(loader.num_rows)) and rows == order.tolist()
+    entered = [number for number, before in zip(far.read, [None, *far.read]) if number != before]
+    place = {shard: number for number, window in enumerate(windows) for shard in window.tolist()}
+    assert [place[number] for number in far.read] == sorted(place[number] for number in far.read) and len(entered) > len(set(far.read))
+    assert far.announced[0] == [*windows[0], *windows[1]] and far.announced[-1] == list(windows[-1])
+    assert all(set(ahead) <= set(sum((window.tolist() for window in windows), [])) and len(ahead) <= 6 for ahead in far.announced)
+
+
+def test_the_window_is_part_of_the_state(ragged):
+    options = dict(batch_size=4, seq_len=16, seed=1)
+    far = replace(ragged, shards=FarShards(ragged.shards))
+    loader = TokenLoader(far, **options)
+    assert loader.state_dict()["shuffle_shards"] == 4
+    take(loader, 5)
+    resumed = TokenLoader(ragged, shuffle_shards=4, **{**options, "batch_size": 7})
+    resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    assert rows_of(resumed) == rows_of(loader)
+    with pytest.raises(UserError, match="shuffle_shards 4, but here it is 2"): TokenLoader(ragged, shuffle_shards=2, **options).load_state_dict(loader.state_dict())
+
+
+def test_states_of_the_first_version_still_load(ragged):
+    options = dict(batch_size=4, seq_len=16, seed=1)
+    loader, resumed = TokenLoader(ragged, **options), TokenLoader(ragged, **options)
+    take(loader, 5)
+    state = loader.state_dict()
+    resumed.load_state_dict({**{name: state[name] for name in ("data", "seq_len", "seed", "shuffle", "epoch", "position")}, "version": 1})
+    assert rows_of(resumed) == rows_of(loader)
+    with pytest.raises(UserError, match="rows packed.*it is by length"): TokenLoader(ragged, lengths=[16], **options).load_state_dict({**state, "version": 1})
+
+
+def test_the_report_counts_what_a_walk_over_the_documents_counts(ragged):
+    loader, cut = TokenLoader(ragged, batch_size=4, seq_len=16), 0
+    for shard, starts, rows in zip(ragged.shards, ragged.starts, np.diff(loader.plan.first_row)):
+        for begin, end in zip(starts, [*starts[1:], len(shard)]): cut += len({place // 16 if place < rows * 16 else None for place in range(begin, end)}) > 1 or end > rows * 16
+    report = loader.report()
+    assert report["cut_documents"] == cut / ragged.num_documents and report["dropped_tokens"] == loader.dropped_tokens
+    assert report["padding"] == pytest.approx(1 - loader.num_rows / (4 * loader.num_batches))
