@@ -70,7 +70,8 @@ def interruptible():
         for name, handler in previous.items(): signal.signal(name, handler)
 
 # %% ../nbs/07d_launch.ipynb #a3790a50
-FREE_ON_RESUME = ("eval", "log", "checkpoint", "engine.timeout_seconds", "train.num_threads", "train.micro_batch", "train.steps")
+FREE_ON_RESUME = ("eval", "log", "checkpoint", "engine.timeout_seconds", "train.num_threads", "train.micro_batch", "train.steps",
+                  "data.prefetch_batches", "data.num_workers", "data.cache_bytes")
 
 def changed_keys(
     old: Config, # as saved with the run
