@@ -129,7 +129,7 @@ class TicketReader:
     ) -> Batch:
         "Read the rows; UserError where a shard has shrunk."
         num_rows, seq_len = len(ticket.row_ids), ticket.seq_len
-        spans = self.plan.spans(ticket.row_ids[ticket.row_ids != FILLER])
+        spans = self.plan.spans(ticket.row_ids if ticket.row_ids[-1] != FILLER else ticket.row_ids[ticket.row_ids != FILLER])
         check_sizes(self.shards, spans)
         filled = spans.filled(num_rows)
         tokens = stage_tokens(self.shards, spans, filled, seq_len, pad_id=self.pad_id, pinned=self.pinned)
