@@ -92,7 +92,7 @@ def document_windows(
 # %% ../nbs/01bc_assembly.ipynb #362aff88
 @dataclass
 class AuditSamples:
-    "Texts to read, a group a reason, and scores for the histograms."
+    "Texts to read, a group per reason, and scores for the histograms."
     size: int                                                    # texts a group
     texts: dict[str, Sample] = field(default_factory=dict)       # by reason, and "kept"
     scores: dict[str, Sample] = field(default_factory=lambda: {"kept": Sample(2000), "dropped": Sample(2000)})

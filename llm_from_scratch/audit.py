@@ -139,13 +139,15 @@ def draw_funnel(
     "Bars of the documents that are left after each stage, with their share of what was readable."
     steps = list(steps)
     figure, axes = _axes(height_inches=2.8)
-    left = [step["documents"] for step in steps]
+    left, column = [step["documents"] for step in steps], axes.get_yaxis_transform()
     axes.barh([{"read": "readable"}.get(step["stage"], step["stage"]) for step in steps], left, color=PLAIN_COLOUR)
     for row, step in enumerate(steps):
-        characters = "" if step["characters"] is None else f", {step['characters']:,} characters"
-        axes.text(step["documents"], row, f" {step['documents']:,} ({step['documents'] / max(1, left[0]):.0%}{characters})", va="center", fontsize=7)
+        axes.text(step["documents"], row, f" {step['documents']:,} ({step['documents'] / max(1, left[0]):.0%})", va="center", fontsize=7)
+    for row, text in enumerate(["characters left", *("-" if step["characters"] is None else f"{step['characters']:,}" for step in steps)], -1):
+        axes.annotate(text, (1, row), xycoords=column, xytext=(62, 0), textcoords="offset points", va="center", ha="right", fontsize=7, annotation_clip=False)
     axes.invert_yaxis()
-    axes.set(xlabel="documents left", xlim=(0, max(1, *left) * 1.75))
+    axes.set(xlabel="documents left", xlim=(0, max(1, *left) * 1.35))
+    axes.locator_params(axis="x", integer=True)
     return figure
 
 # %% ../nbs/01ba_audit.ipynb #e86df9e8
@@ -165,6 +167,7 @@ def draw_counts(
     for row, (_, value) in enumerate(bars): axes.text(value, row, f" {value:,}", va="center", fontsize=7)
     axes.invert_yaxis()
     axes.set(xlabel=label, xlim=(0, max([1, *(value for _, value in bars)]) * 1.2))
+    axes.locator_params(axis="x", integer=True)
     return figure
 
 # %% ../nbs/01ba_audit.ipynb #8281714a
@@ -187,6 +190,7 @@ def draw_lengths(
     names = [f"{name}" if name < 1000 else f"{name / 1000:.3g}k" for name in bins]
     axes.set_xticks(range(len(bins)), names, rotation=60)
     axes.set(xlabel="characters, at least", ylabel="documents")
+    axes.locator_params(axis="y", integer=True)
     if bins: _legend(figure, axes)
     return figure
 
@@ -200,7 +204,7 @@ def _score_axes(axes: Any, name: str, sides: list[np.ndarray], limits: Iterable[
     axes.set_title(f"{name}\nkept {len(sides[0]):,}, dropped {len(sides[1]):,}", fontsize=7, pad=5)
     axes.tick_params(labelsize=6, pad=1, length=2)
     axes.locator_params(axis="x", nbins=3)
-    axes.set_yticks([])
+    axes.locator_params(axis="y", nbins=3, integer=True)
     axes.spines[["top", "right"]].set_visible(False)
 
 def draw_scores(
@@ -209,14 +213,18 @@ def draw_scores(
     limits: Mapping[str, list[float]] = {}, # score name -> thresholds to draw
     *,
     columns: int = 4,                   # small pictures in a row
+    width_inches: float = 2.1,          # of one of them
 ) -> Any: # a matplotlib figure
     "A histogram a score, dropped upon kept, with its thresholds."
     names = sorted({*kept, *dropped})
     rows = max(1, math.ceil(len(names) / columns))
-    figure = _figure(figsize=(2.1 * columns, 1.5 * rows + 0.25))
-    width, height = 1 / columns, 1.5 / (1.5 * rows + 0.25)
+    height_inches = 0.71 * width_inches
+    size = np.array([width_inches * columns, height_inches * rows + 0.25])
+    figure = _figure(figsize=size)
     for place, name in enumerate(names):
-        axes = figure.add_axes(((place % columns + 0.17) * width, (rows - place // columns - 0.84) * height, 0.76 * width, 0.55 * height))
+        corner = np.array([place % columns * width_inches + 0.37, (rows - 1 - place // columns) * height_inches + 0.24])
+        axes = figure.add_axes((*corner / size, *(width_inches - 0.5, height_inches - 0.67) / size))
+        if place % columns == 0: axes.set_ylabel("documents", fontsize=6, labelpad=1)
         sides = [np.array([value for value in side.get(name, []) if math.isfinite(value)]) for side in (kept, dropped)]
         _score_axes(axes, name, sides, limits.get(name, []))
     marks = {label: mark for axes in figure.axes for mark, label in zip(*axes.get_legend_handles_labels())}

@@ -109,7 +109,7 @@ class CleanConfig(Section):
     "How raw files become documents."
     extract: Literal["fast", "accurate"] = Field("fast", description="HTML to text: fast (resiliparse) or accurate (trafilatura, ten times slower)")
     languages: list[str] = Field([], description="keep these languages only, ISO 639-1 codes such as en,zh; empty: all")
-    lang_threshold: Share = Field(0.65, description="least probability of the language; 0 switches the language filter off")
+    lang_threshold: Share = Field(0.65, description="least probability of the language; 0 accepts any, and `languages` still applies")
     min_bytes: Positive = Field(64, description="least bytes of an answer's body")
     max_bytes: Positive = Field(4 * 2**20, description="most bytes of an answer's body")
     max_text_bytes: Positive = Field(8 * 2**20, description="most bytes of a text file or of one row's text; up to sixty times as much memory is used")

@@ -167,7 +167,7 @@ def standing_alone(
 ) -> str:      # json, python, or "" for prose and all else
     "What a document is as a whole, told from its beginning (20,000 characters at most)."
     if JSON_START.match(text): return "json"
-    if not PYTHON_START.match(text) or FENCE.search(text): return ""
+    if not PYTHON_START.match(text) or fenced_blocks(text): return ""
     head = text[:20_000]
     lines = [line for line in head.split("\n") if line.strip()]
     if len(PYTHON_ONLY.findall(head)) < max(3, len(lines) / 100) or len(NOT_PYTHON.findall(head)) > len(lines) / 10: return ""

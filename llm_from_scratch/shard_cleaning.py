@@ -30,7 +30,7 @@ from .config import Positive, Section, build_config
 from .artifacts import sha256_file, write_json
 from .storage import is_remote
 from .html import PageParser, page_form
-from .data_cleaning import CLEAN_REASONS, DAMAGE, CleanConfig, Document, Rejected, page_limits, read_source
+from .data_cleaning import CLEAN_REASONS, DAMAGE, CleanConfig, Document, Rejected, page_limits, read_source, source_kind
 from .quality import QUALITY_REASONS, RULES, QualityConfig, all_failures, clean_lines, score_text, split_words
 from .gates import (GATE_REASONS, Embedder, GatesConfig, HashedEmbedder, count_tokens, domain_vector, open_embedder, semantic_score,
                                     semantic_verdict, syntax_verdict)
@@ -248,7 +248,7 @@ def settle(
     count(run.summary, "forms_before", page_form(found.url or "", found.text))
     judged = judge_document(found, run.cfg, run.tools, run.tally)
     passed = TEXT_STAGES[:TEXT_STAGES.index(judged.stage)] if judged.reason else TEXT_STAGES
-    for stage in passed: count(run.summary, "characters_after", stage, by=len(judged.document.text))
+    for stage in passed: count(run.summary, "characters_after", stage, by=len((found if stage == "language" else judged.document).text))
     if judged.reason: return _drop(run, judged, source)
     run.rows["kept"].write(document_row(judged.document))
     count(run.summary, "kept")
@@ -273,12 +273,12 @@ def kept_texts(
     bytes_before: int = 0, # in the inputs before this one
 ) -> Iterator[str]:
     "Read one input through a run, and give the texts that are kept."
-    next_note = 0.0
+    next_note, in_bytes = 0.0, source_kind(name) == "archive" # elsewhere a place is the number of a line
     for found in read_source(name, run.cfg.clean, run.tally, parser=run.parser):
         kept = settle(run, found)
         if kept is not None: yield kept.text
         if time.monotonic() >= next_note:
-            _note(run, progress, bytes_before + (found.warc_offset or 0))
+            _note(run, progress, bytes_before + (found.warc_offset or 0) * in_bytes)
             next_note = time.monotonic() + 1
 
 # %% ../nbs/01bb_shard_cleaning.ipynb #32cf1473

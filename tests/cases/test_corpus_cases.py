@@ -287,3 +287,14 @@ def test_an_input_replaced_by_another_of_the_same_size_is_refused(tmp_path):
     build("--inputs", rows, "--out", tmp_path / "corpus")
     rows.write_text(json.dumps({"text": prose("one") + " B"}) + "\n")
     with pytest.raises(UserError, match="rows.jsonl: is another file than the one"): build("--inputs", rows, "--out", tmp_path / "corpus")
+
+
+def test_lines_that_a_rule_removes_are_counted_at_quality(tmp_path):
+    notice = "Please enable Javascript in your browser to see this page.\n" * 20 + "It is the harbour that they could see from there, and it was quiet in the morning.\n"
+    texts = {"kept": notice + prose("lines"), "short": notice + "A line that is left over.\n"}
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"id": id, "text": text}) + "\n" for id, text in texts.items()))
+    with shard_cleaning.ShardRun(tmp_path, shard_cleaning.CorpusConfig(), shard_cleaning.Tools()) as run:
+        kept = list(shard_cleaning.kept_texts(run, str(tmp_path / "in.jsonl"), tmp_path / "progress"))
+    after = run.summary["characters_after"]
+    assert run.summary["dropped_at"] == {"quality": 1}
+    assert after["language"] == run.tally["characters_normalise"] > after["quality"] == len(kept[0])

@@ -21,7 +21,7 @@ from llm_from_scratch.env import UserError
 from llm_from_scratch.gates import (
     GATE_REASONS, GatesConfig, HashedEmbedder, ReviewItem, ReviewQueue, SentenceEmbedder, SourceCounts, count_tokens, domain_vector, fenced_blocks,
     json_problem, merge_counts, open_embedder, python_problem, read_weights, semantic_score, semantic_verdict, source_deviations, source_weights,
-    syntax_findings, syntax_verdict, write_weights,
+    standing_alone, syntax_findings, syntax_verdict, write_weights,
 )
 
 CFG = GatesConfig()
@@ -74,6 +74,21 @@ def test_syntax_fences_in_fences_and_lists():
 
 BOMBS = ["-" * 10**5 + "1", "x=" + "a+" * 20_000 + "a", "f" + "()" * 20_000, "[" * 10**5, "a" + ".b" * 20_000, "lambda:" * 10_000 + "1", "f'{" * 3000, "if 1:\n" * 10**4,
     "x = '" + "\\N{DASH}" * 9000 + "'", "1" * 99_999, "\0" * 10, "a = '\ud800'", "\\\n" * 20_000, "*a," * 9_000, "not " * 20_000 + "1", '{"a":' * 15_000, "{" * 10**5, '"' * 99_999]
+
+
+def test_syntax_tildes_under_a_heading_are_no_fence():
+    heading = '"""Nodes\n~~~~~\n\nAll of them.\n"""\n'
+    body = "import os\nfrom a import b\n\ndef f():\n    return os\n\ndef g():\n    return b\n"
+    assert standing_alone(heading + body) == standing_alone(body) == "python"
+    assert syntax_verdict(heading + body, CFG).keep
+    assert syntax_verdict(heading + body.replace("    ", " ").replace("\n ", "\n"), CFG).reason == "syntax_python"
+    assert standing_alone("# Usage\n~~~py\n" + body + "~~~\n") == ""
+
+
+def test_syntax_code_under_tildes_keeps_its_indentation_or_goes():
+    whole = (stdlib_folder() / "ast.py").read_text(encoding="utf-8")
+    assert standing_alone(whole) == "python" and syntax_verdict(whole, CFG).keep
+    assert syntax_verdict(re.sub("^ +", "", whole, flags=re.M), CFG).reason == "syntax_python"
 
 
 def test_cln_3_parser_bombs_end_in_a_verdict():
