@@ -6,8 +6,8 @@
 __all__ = ['DONE', 'USER_ERROR', 'STOPPED', 'DIVERGED', 'INTERRUPTED', 'FREE_ON_RESUME', 'M_TRIM_THRESHOLD', 'M_MMAP_THRESHOLD',
            'StopRequest', 'interruptible', 'changed_keys', 'schedule_lr', 'check_resume', 'command_parser', 'holds_run',
            'resolve', 'claim_folder', 'checkpoint_to_resume', 'weights_to_start_from', 'run_fingerprint',
-           'write_run_folder', 'check_run_folder', 'check_same_data', 'remember_stop', 'repeated_stop', 'next_commands',
-           'again', 'last_word', 'set_threads', 'training_bytes', 'available_bytes', 'check_memory',
+           'write_run_folder', 'check_run_folder', 'check_same_data', 'remember_stop', 'repeated_stop', 'remove_stub',
+           'next_commands', 'again', 'last_word', 'set_threads', 'training_bytes', 'available_bytes', 'check_memory',
            'keep_freed_memory']
 
 # %% ../nbs/07d_launch.ipynb #5c6a6ac7
@@ -15,6 +15,7 @@ import ctypes
 import math
 import os
 import shlex
+import shutil
 import signal
 import sys
 from argparse import Namespace
@@ -256,6 +257,13 @@ def repeated_stop(
     stopped = read_json(run_dir / "stopped.json")
     ours = isinstance(stopped, dict) and stopped.get("launcher") == os.getppid()
     return stopped.get("exit_code", USER_ERROR) if ours else None
+
+
+def remove_stub(
+    run_dir: Path, # named by the program, not by the user
+) -> None:         # a folder with anything of a run in it stays
+    "Remove what a start left that failed before there was a run."
+    if run_dir.is_dir() and {path.name for path in run_dir.iterdir()} <= {".lock", "stopped.json"}: shutil.rmtree(run_dir)
 
 # %% ../nbs/07d_launch.ipynb #bd7cce80
 def next_commands(

@@ -14,7 +14,7 @@ import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from datetime import datetime
 from functools import partial
@@ -42,7 +42,7 @@ from .eval import bits_per_byte, evaluate_loader, syntax_rate
 from .generate import complete
 from llm_from_scratch.launch import (
     DIVERGED, DONE, INTERRUPTED, STOPPED, USER_ERROR, StopRequest, check_memory, check_resume, check_run_folder, check_same_data, checkpoint_to_resume,
-    again, claim_folder, interruptible, keep_freed_memory, last_word, next_commands, remember_stop, repeated_stop, resolve, set_threads, weights_to_start_from,
+    again, claim_folder, interruptible, keep_freed_memory, last_word, next_commands, remember_stop, remove_stub, repeated_stop, resolve, set_threads, weights_to_start_from,
     write_run_folder,
 )
 from .mixing import mix_at, mix_notes
@@ -483,7 +483,9 @@ def hold_and_run(
     "Hold the folder's lock, run, and leave word of an end that is final."
     named = options.run_dir or f"runs/{options.preset or 'tiny'}-{datetime.now():%Y%m%d-%H%M%S}"
     run_dir = Path(broadcast_object(named))
-    with Lock(run_dir / ".lock") if ranks.is_main else nullcontext():
+    with ExitStack() as stack:
+        if ranks.is_main and not options.run_dir: stack.callback(remove_stub, run_dir)
+        if ranks.is_main: stack.enter_context(Lock(run_dir / ".lock"))
         if ranks.is_main: (run_dir / "stopped.json").unlink(missing_ok=True)
         try: code = run(config, run_dir, ranks, resume_from=options.resume, old=old, allow=tuple(options.allow_change), url=options.url)
         except (UserError, RuntimeError, KeyboardInterrupt) as error: # the latter two may only mean that another rank is gone
