@@ -247,7 +247,7 @@ def encode_corpus(
     else:
         work.mkdir(parents=True, exist_ok=True)
         with Lock(work / ".lock"):
-            if not (work / "plan.json").exists(): write_json(work / "plan.json", plan)
+            if not (work / "tokenizer").exists(): write_json(work / "plan.json", plan) # nothing is made yet
             check_plan(work, plan)
             remove_stale(out.parent)
             tokenizer = prepare_tokenizer(cfg, files, plan, work / "tokenizer")

@@ -188,3 +188,11 @@ def test_data_1_an_id_outside_the_vocabulary_names_shard_and_document(monkeypatc
     with pytest.raises(UserError, match="shard 00000 holds id 999, outside the vocabulary of 300, in document texts/page-") as error:
         open_shards(folder)
     assert "at token" in str(error.value)
+
+
+def test_a_start_that_made_nothing_does_not_stand_in_the_way(tmp_path):
+    (tmp_path / "texts").mkdir()
+    for number in range(30): (tmp_path / "texts" / f"{number}.txt").write_text(f"A line of text, number {number}, over the hills.\n" * 20)
+    arguments = ["encode", "--inputs", str(tmp_path / "texts"), "--out", str(tmp_path / "tokens")]
+    with pytest.raises(UserError, match="vocab_size 8 is too small"): main([*arguments, "--tokenizer.vocab-size", "8"])
+    assert main([*arguments, "--tokenizer.vocab-size", "320"]) == 0
