@@ -31,7 +31,7 @@ import fasttext
 from pydantic import Field, field_validator
 
 from .config import Positive, Section, Share, suggest
-from .documents import Document, Skipped, document_id, read_jsonl, read_parquet
+from .documents import Document, Skipped, document_id, read_jsonl, read_parquet, unpack
 from .env import UserError
 from .html import PAGE_REASONS, PageLimits, PageParser, ParsedPage, decode_html, extract_text
 from .storage import fetch, is_remote, open_binary
@@ -460,8 +460,7 @@ def _is_longer(text: str, max_bytes: int) -> bool:
 
 def _read_bounded(path: str | Path, max_bytes: int) -> bytes | None:
     with open_binary(path) as file:
-        stream = gzip.GzipFile(fileobj=file) if str(path).lower().endswith(".gz") else file
-        try: return stream.read(max_bytes + 1)
+        try: return unpack(file, str(path)).read(max_bytes + 1)
         except (EOFError, gzip.BadGzipFile, zlib.error): return None
 
 def _read_file(path: str | Path, cfg: CleanConfig) -> Iterator[Document | _Page | Rejected]:

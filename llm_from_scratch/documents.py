@@ -5,14 +5,15 @@
 # %% auto #0
 __all__ = ['SKIPPED_FOLDERS', 'KEPT', 'HELD_OUT', 'REASONS', 'REPAIRS', 'OPTIONAL_FIELDS', 'MAX_LINE_BYTES', 'READERS',
            'Document', 'stdlib_folder', 'stdlib_files', 'document_id', 'is_validation', 'list_inputs', 'folder_kind',
-           'corpus_files', 'inputs_hash', 'Skipped', 'clean_text', 'read_text', 'document_from_row', 'read_jsonl',
-           'read_parquet', 'read_tar', 'read_arrow', 'read_documents', 'cut_document', 'must_cut', 'cut_documents',
-           'read_corpus']
+           'corpus_files', 'inputs_hash', 'Skipped', 'clean_text', 'unpack', 'read_text', 'document_from_row',
+           'read_jsonl', 'read_parquet', 'read_tar', 'read_arrow', 'read_documents', 'cut_document', 'must_cut',
+           'cut_documents', 'read_corpus']
 
 # %% ../nbs/00d_documents.ipynb #b2ab0a22
 import glob
 import gzip
 import hashlib
+import io
 import json
 import re
 import sysconfig
@@ -42,8 +43,8 @@ class Document:
     source: str | None = None     # which collection it belongs to
     lang: str | None = None       # ISO 639-1 code, where known
     lang_prob: float | None = None  # probability of `lang`, 0 to 1
-    warc_file: str | None = None  # archive that holds the record
-    warc_offset: int | None = None  # the record's position in it, bytes
+    warc_file: str | None = None  # file that holds the record, line or row
+    warc_offset: int | None = None  # where in it: bytes in an archive, number of a line or row from 1
     scores: dict[str, float] = field(default_factory=dict)  # quality scores by name
 
 # %% ../nbs/00d_documents.ipynb #1b21fb67
@@ -176,13 +177,31 @@ def clean_text(
     return text
 
 # %% ../nbs/00d_documents.ipynb #3c4d8492
+def unpack(
+    file: BinaryIO, # open at its start
+    name: str,      # tells by its ending how it is packed: .gz, .zst, or not at all
+) -> BinaryIO:
+    "The content of a file; reading it raises EOFError, BadGzipFile or zlib.error where it is damaged."
+    if name.lower().endswith(".gz"): return gzip.GzipFile(fileobj=file)
+    return io.BufferedReader(_Zstandard(file)) if name.lower().endswith(".zst") else file
+
+class _Zstandard(io.RawIOBase): # pyarrow tells damage by an OSError without a number
+    def __init__(self, file: BinaryIO): self.stream = pyarrow.CompressedInputStream(file, "zstd")
+    def readable(self) -> bool: return True
+    def readinto(self, buffer) -> int:
+        try: return self.stream.readinto(buffer)
+        except OSError as error:
+            if error.errno: raise
+            raise EOFError(str(error)) from None
+
+# %% ../nbs/00d_documents.ipynb #f78bab7b
 def read_text(
-    path: Path, # any text file, gzip if it ends in .gz
+    path: Path, # any text file, packed if it ends in .gz or .zst
 ) -> Iterator[Document | Skipped]: # exactly one
     "The document that a text file holds."
     name = document_id(path)
     try:
-        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        with open(path, "rb") as file: data = unpack(file, path.name).read()
         yield Document(name, data.decode("utf-8"))
     except UnicodeDecodeError: yield Skipped(name, "not_utf8")
     except (EOFError, gzip.BadGzipFile, zlib.error): yield Skipped(name, "damaged")
@@ -202,13 +221,13 @@ def document_from_row(
 
 # %% ../nbs/00d_documents.ipynb #157fdfb5
 def read_jsonl(
-    path: Path, # JSON lines, gzip if it ends in .gz
+    path: Path, # JSON lines, packed if it ends in .gz or .zst
 ) -> Iterator[Document | Skipped]: # one a line
     "The documents of a JSONL file; a truncated archive gives what can be read and one `damaged`."
     name = document_id(path)
     try:
-        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
-            for number, line in enumerate(_bounded_lines(file), start=1): yield _read_line(line, f"{name}:{number}")
+        with open(path, "rb") as file:
+            for number, line in enumerate(_bounded_lines(unpack(file, path.name)), start=1): yield _read_line(line, f"{name}:{number}")
     except (EOFError, gzip.BadGzipFile, zlib.error): yield Skipped(name, "damaged")
 
 MAX_LINE_BYTES = 2**26 # of JSON; a longer line is skipped, not held
@@ -258,7 +277,7 @@ def read_tar(
     "The documents of a tar shard; a damaged one gives what can be read and one `damaged`."
     name, key, parts, is_whole = document_id(path), None, {}, False
     try:
-        with tarfile.open(path, "r|*", tarinfo=_Member) as tar:
+        with open(path, "rb") as file, tarfile.open(fileobj=unpack(file, path.name), mode="r|*", tarinfo=_Member) as tar:
             while (member := tar.next()) is not None:
                 tar.members.clear()
                 found, extension = _sample_key(member.name)
@@ -346,7 +365,7 @@ def read_documents(
 READERS = {"jsonl": read_jsonl, "ndjson": read_jsonl, "parquet": read_parquet, "tar": read_tar, "tgz": read_tar, "arrow": read_arrow} # else `read_text`
 
 def _read_file(path: Path) -> Iterator[Document | Skipped]:
-    ending = re.sub(r"\.gz$", "", path.name.lower()).rpartition(".")[2]
+    ending = re.sub(r"\.(gz|zst)$", "", path.name.lower()).rpartition(".")[2]
     reader = READERS.get(ending, read_text)
     try: open(path, "rb").close()
     except OSError as error: raise UserError(f"{path}: cannot be read: {error.strerror}") from error

@@ -7,7 +7,6 @@ __all__ = ['WINDOW', 'find_row', 'first_id', 'known_inputs', 'input_of', 'table_
            'documents_by_input', 'lineage']
 
 # %% ../nbs/01bd_provenance.ipynb #0274a9c2
-import gzip
 import itertools
 import json
 import os
@@ -21,7 +20,7 @@ from pyarrow import parquet
 from .env import UserError
 from .artifacts import read_json, read_manifest, sha256_file
 from .storage import is_remote, open_binary
-from .documents import document_id
+from .documents import document_id, unpack
 from .warc import read_raw_record
 from .data_cleaning import source_kind
 
@@ -74,7 +73,7 @@ def table_row(
         if source_kind(path) == "parquet":
             rows = (row for batch in parquet.ParquetFile(file).iter_batches(1024) for row in batch.to_pylist())
             lines = (json.dumps(row, default=str).encode() + b"\n" for row in rows)
-        else: lines = gzip.GzipFile(fileobj=file) if path.endswith(".gz") else file
+        else: lines = unpack(file, path)
         found = next(itertools.islice(lines, number - 1, None), None)
     if found is None: raise UserError(f"{path}: has no row {number} any more; it is another file than the one that was read")
     return found

@@ -322,3 +322,14 @@ def test_the_library_itself_writes_what_is_read(tmp_path):
     datasets.DatasetDict({"train": rows, "test": rows.select(range(5))}).save_to_disk(tmp_path / "saved", num_shards={"train": 3, "test": 1})
     found, tally = read(*d.list_inputs([str(tmp_path / "saved")]))
     assert len(found) == 2505 and tally["no_text"] == 1 and len({each.id for each in found}) == 2505
+
+
+def test_zstandard_lines_are_read_and_a_cut_file_is_counted(tmp_path):
+    packed = pyarrow.compress("".join(json.dumps({"text": f"line {number} " + "x" * 50}) + "\n" for number in range(2000)).encode(), "zstd", asbytes=True)
+    (tmp_path / "a.jsonl.zst").write_bytes(packed + packed)
+    (tmp_path / "b.jsonl.zst").write_bytes(packed[:-200])
+    (tmp_path / "c.jsonl.zst").write_bytes(b"no archive")
+    assert len(list(d.read_jsonl(tmp_path / "a.jsonl.zst"))) == 4000
+    tally = Counter()
+    kept = list(d.read_documents(d.list_inputs([str(tmp_path)]), tally))
+    assert tally["damaged"] == 2 and tally["read"] == len(kept) + 2 >= 4002
