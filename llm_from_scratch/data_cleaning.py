@@ -267,7 +267,8 @@ def tidy_lines(
     lines, in_fence, num_blanks, num_lines = [], False, 0, text.count("\n") + 1
     for raw in text.split("\n"):
         line = raw.rstrip(" \t")
-        is_fence = line.lstrip(" ").startswith(("```", "~~~"))
+        start = line.lstrip(" ")
+        is_fence = start.startswith("```") or start.startswith("~~~") and bool(in_fence or start.strip("~") or not (lines and lines[-1])) # else a heading's underline
         if not in_fence and not is_fence and ("  " in line or "\t" in line): line = _join_blanks(line)
         in_fence ^= is_fence
         num_blanks += len(raw) - len(line)
