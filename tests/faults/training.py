@@ -137,6 +137,20 @@ def fill_disk(from_step: int, leave: int) -> None:
     wrap(checkpointing, "check_room", check_room)
 
 
+def fill_metrics(from_step: int) -> None:
+    "Let the metrics go to a device that is always full."
+    from llm_from_scratch.monitoring import MetricsWriter
+
+    real = MetricsWriter.log
+
+    def log(writer, step, **values):
+        if step == from_step:
+            writer.file = open("/dev/full", "w")
+        real(writer, step, **values)
+
+    MetricsWriter.log = log
+
+
 def die(rank: int, at_step: int) -> None:
     "Let one rank be killed once the checkpoint before stands."
     if int(os.environ.get("RANK", "0")) != rank:
@@ -277,7 +291,7 @@ def kill(process: subprocess.Popen) -> None:
 def line_with(said: str, words: str) -> str:
     "The first line that holds the words, on one line; empty where none does."
     found = [line for line in said.splitlines() if re.search(words, line)]
-    return " ".join(found[0].split()) if found else ""
+    return re.sub(r"\.tmp-[\w-]+", ".tmp-N", " ".join(found[0].split())) if found else ""
 
 
 # Faults: each breaks a run of this name, resumes it to its end, and tells what was seen
@@ -507,7 +521,8 @@ FAULTS: dict[str, Callable[[Lab, str], Seen | None]] = {
     "no space (ENOSPC) at a sync": lambda lab, name: refused(lab, lab.home / name, FAILS.format("No space left on device", "free some space"), **refusal(errno.ENOSPC, "fsync")),
     "no space, once": lambda lab, name: overcome(lab, lab.home / name, "No space left on device.*trying once more", **refusal(errno.ENOSPC, "fsync", 1)),
     "a real disk, full during a save": lambda lab, name: full_disk(lab, name, 60_000, "no room for a checkpoint: it takes .* free some space"),
-    "a real disk, full to the last byte": lambda lab, name: full_disk(lab, name, 0, "No space left|no room"),
+    "a real disk, full to the last byte": lambda lab, name: full_disk(lab, name, 0, "error: .*no room for a checkpoint.*free some space"),
+    "a full device (/dev/full) for the metrics": lambda lab, name: refused(lab, lab.home / name, "error: RUN/metrics.jsonl: No space left on device; check the path, its rights and the space left", fill_metrics={"from_step": 8}),
     "an input/output error (EIO)": lambda lab, name: refused(lab, lab.home / name, FAILS.format("Input/output error", "the disk is failing"), **refusal(errno.EIO, "fsync")),
     "an input/output error, once": lambda lab, name: overcome(lab, lab.home / name, "Input/output error.*trying once more", **refusal(errno.EIO, "fsync", 1)),
     **{f"a short write of {file}": (lambda lab, name, file=file: refused(lab, lab.home / name, READ_BACK, write_short={"name": file, "from_step": 8, "times": 10**9})) for file in SHORT},
