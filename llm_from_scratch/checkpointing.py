@@ -107,6 +107,14 @@ def _forget_cached(path: Path) -> None:
     if not hasattr(os, "posix_fadvise"): return
     with open(path, "rb") as file: os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
+def _write_json(path: Path, value) -> None: _check_json(write_json(path, value), value)
+
+def _check_json(path: Path, value) -> None:
+    _forget_cached(path)
+    try: same = read_json(path) == value
+    except UserError: same = False
+    if not same: raise OSError(errno.EIO, "read back, it is not what was written: the disk or its driver is failing", str(path))
+
 # %% ../nbs/06_checkpointing.ipynb #75a00b09
 def _write_file(path: Path, tensors: dict) -> None:
     ready = _ready(tensors)
@@ -114,10 +122,13 @@ def _write_file(path: Path, tensors: dict) -> None:
     mask = os.umask(0); os.umask(mask)
     path.chmod(0o666 & ~mask) # safetensors 0.8 leaves 0600, which shuts out a group
     _forget_cached(path)
-    with safe_open(path, framework="pt", device="cpu") as file:
-        for key, tensor in ready.items():
-            if not _same_bits(file.get_tensor(key), tensor):
-                raise OSError(errno.EIO, f"read back, {key} is not what was written: the disk or its driver is failing", str(path))
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            wrong = next((key for key, tensor in ready.items() if not _same_bits(file.get_tensor(key), tensor)), None)
+    except SafetensorError as error:
+        if "os error" in str(error): raise
+        wrong = f"it ({error})"
+    if wrong: raise OSError(errno.EIO, f"read back, {wrong} is not what was written: the disk or its driver is failing", str(path))
 
 # %% ../nbs/06_checkpointing.ipynb #6915d6c5
 def _write_tensors(folder: Path, name: str, tensors: dict, max_shard_bytes: int) -> None:
@@ -127,7 +138,7 @@ def _write_tensors(folder: Path, name: str, tensors: dict, max_shard_bytes: int)
     for file, keys in zip(files, groups): _write_file(folder / file, {key: tensors[key] for key in keys})
     places = {key: file for file, keys in zip(files, groups) for key in keys}
     total = sum(tensor.nbytes for tensor in tensors.values())
-    write_json(folder / f"{name}.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": places})
+    _write_json(folder / f"{name}.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": places})
 
 # %% ../nbs/06_checkpointing.ipynb #f4996d12
 def _write_entries(draft: Path, packed: PackedState, max_shard_bytes: int) -> None:
@@ -137,10 +148,8 @@ def _write_entries(draft: Path, packed: PackedState, max_shard_bytes: int) -> No
         place.mkdir(exist_ok=True)
         if entry["tensors"]: _write_tensors(place, name, entry["tensors"], max_shard_bytes)
         index[name] = {"stateful": entry["stateful"], "has_tensors": bool(entry["tensors"]), "value": entry["plain"]}
-    if "rng" in index: write_json(draft / "rng" / "rng.json", index["rng"].pop("value"))
-    state = {"step": packed.step, "kind": packed.kind, "entries": index}
-    write_json(draft / "train_state.json", state)
-    if read_json(draft / "train_state.json") != state: raise OSError(errno.EIO, "read back, it is not what was written", "train_state.json")
+    if "rng" in index: _write_json(draft / "rng" / "rng.json", index["rng"].pop("value"))
+    _write_json(draft / "train_state.json", {"step": packed.step, "kind": packed.kind, "entries": index})
 
 # %% ../nbs/06_checkpointing.ipynb #cf606922
 def _count_non_finite(tensor: torch.Tensor) -> int:
@@ -183,7 +192,8 @@ def _why(error: Exception) -> str:
 
 # %% ../nbs/06_checkpointing.ipynb #deeee811
 def _finish(draft: Path, packed: PackedState, inputs: dict | None, signing_key: str | Path | None) -> None:
-    write_manifest(draft, kind="checkpoint", inputs=inputs or {}, extra={"step": packed.step, "checkpoint_kind": packed.kind})
+    manifest = write_manifest(draft, kind="checkpoint", inputs=inputs or {}, extra={"step": packed.step, "checkpoint_kind": packed.kind})
+    _check_json(draft / "manifest.json", manifest)
     if signing_key: sign_manifest(draft, signing_key)
 
 # %% ../nbs/06_checkpointing.ipynb #415386a8

@@ -242,9 +242,10 @@ def remember_stop(
     run_dir: Path, # made where missing
     code: int,     # exit code of the run
     reason: str,   # in words
-) -> None:         # leaves stopped.json
+) -> None:         # leaves stopped.json; where the disk refuses, a line on stderr: the reason matters more
     "Tell a launcher's next attempt that this one ended on purpose."
-    write_json(run_dir / "stopped.json", {"exit_code": code, "reason": reason, "launcher": os.getppid()})
+    try: write_json(run_dir / "stopped.json", {"exit_code": code, "reason": reason, "launcher": os.getppid()})
+    except OSError as error: print(f"a launcher's next attempt will not know that this one is over: {error}", file=sys.stderr)
 
 # %% ../nbs/07d_launch.ipynb #3c0ee05d
 def repeated_stop(

@@ -28,7 +28,7 @@ from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from .artifacts import read_json, write_atomic, write_json
+from .artifacts import _named, read_json, write_atomic, write_json
 from .config import CommandParser
 from .env import Ranks, UserError, run_command
 
@@ -159,14 +159,15 @@ class MetricsWriter:
         row = {"step": step} | {name: plain_number(value) for name, value in values.items()}
         if self.resumed_from:
             row["resumed_from"], self.resumed_from = self.resumed_from, None
-        self.file.write(json.dumps(row, allow_nan=False) + "\n")
-        self.file.flush()
+        with _named(self.path):
+            print(json.dumps(row, allow_nan=False), file=self.file, flush=True)
         add_events(self.events, step, values)
 
     def close(self):
         for stream in (self.file, self.events):
             if stream is not None:
-                stream.close()
+                with _named(self.path):
+                    stream.close()
 
     __enter__ = lambda self: self
     __exit__ = lambda self, *exception: self.close()

@@ -268,6 +268,22 @@ def test_a_disk_that_gives_back_other_bytes_is_found_at_once(two, monkeypatch, k
     assert sorted(entry.name for entry in two.iterdir()) == ["step_00000010", "step_00000020"]
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "rng.safetensors", "model.safetensors.index.json", "train_state.json", "rng.json", "manifest.json"])
+def test_a_short_write_of_any_file_is_found_at_once(two, monkeypatch, name):
+    def cut(path, final):
+        if Path(final).name == name:
+            os.truncate(path, os.path.getsize(path) // 2)
+
+    save, replace = checkpointing.save_file, os.replace
+    monkeypatch.setattr(checkpointing, "save_file", lambda tensors, path: (save(tensors, path), cut(path, path)))
+    monkeypatch.setattr(os, "replace", lambda source, target: (cut(source, target), replace(source, target)))
+    small = {"max_shard_bytes": 20_000} if "index" in name else {}
+    with pytest.raises(UserError, match="can't write checkpoint .*step_00000030: .*read back, .*is not what was written.*untouched; the disk is failing") as caught:
+        save_checkpoint(two, {"model": net_of(30), "rng": capture_rng()}, step=30, **small)
+    assert "\n" not in str(caught.value)
+    assert sorted(entry.name for entry in two.iterdir()) == ["step_00000010", "step_00000020"]
+
+
 @pytest.mark.parametrize("number, cure", [(errno.EIO, "the disk is failing"), (errno.EROFS, "mount it for writing"), (errno.EDQUOT, "raise the quota")])
 def test_each_error_of_a_disk_has_its_cure(two, monkeypatch, number, cure):
     def broken(*arguments, **options):
