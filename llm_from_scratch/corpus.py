@@ -36,10 +36,10 @@ from .storage import is_remote, list_files, open_binary, publish_folder
 from .tasks import Task, TaskReport, run_tasks
 from .quality import QualityConfig
 from .ngram_model import fit_references
-from .gates import ReviewQueue, main as review_main
+from .gates import ReviewQueue, main as review_main, open_embedder
 from .shard_cleaning import CorpusConfig, clean_shard, deciding_options, outcome_totals, read_rows
 from .assembly import finish_corpus
-from .provenance import first_id, lineage, refuse_changed, trace
+from .provenance import check_corpus, first_id, lineage, refuse_changed, trace
 
 # %% ../nbs/01c_corpus.ipynb #645ed216
 GROUP_BYTES, GROUP_FILES = 32 * 2**20, 500 # small files are put together up to this
@@ -107,6 +107,7 @@ def check_places(
     if is_remote(out): found = [name for name in files if name.startswith(out.rstrip("/") + "/")]
     else:
         own = [os.path.abspath(place) for place in (_folder(out), work_folder(out))]
+        if not Path(own[0]).name.isprintable(): raise UserError(f"{own[0]!r}: the name has signs that can't be printed; name another --out")
         if len(os.fsencode(Path(own[0]).name)) > MAX_NAME_BYTES: raise UserError(f"{out}: the name is too long; {MAX_NAME_BYTES} bytes leave room for what is put beside it")
         if os.path.ismount(own[0]): raise UserError(f"{out}: is a mount point, which can't be replaced as a whole; name a folder in it with --out")
         if Path.cwd().is_relative_to(own[0]): raise UserError(f"{out}: is replaced as a whole, and you are in it; name a new folder with --out")
@@ -127,7 +128,9 @@ def plan_difference(
             one, other = old.get(name), new.get(name)
             if isinstance(one, dict) and isinstance(other, dict): yield from walk(one, other, f"{prefix}{name}.")
             elif one != other: yield f"{prefix}{name} was {one!r}, now {other!r}"
-    inputs = [f"input {name}: not the same file as before" for name, _ in sorted({*map(tuple, old.get("files", []))} ^ {*map(tuple, new["files"])})]
+    before, now = dict(old.get("files", [])), dict(new["files"])
+    inputs = (f"input {name} {'is new' if name not in before else 'is gone' if name not in now else f'had {before[name]} bytes, now {now[name]}'}"
+              for name in sorted({*before, *now}) if before.get(name) != now.get(name))
     return next(itertools.chain(walk(old.get("options", {}), new["options"]), inputs), "" if old == new else "another order or version")
 
 # %% ../nbs/01c_corpus.ipynb #6b4e4d2b
@@ -135,12 +138,14 @@ def claim_out(
     out: Path,                     # folder of the corpus, or of its work
     files: list[tuple[str, int]],  # name and bytes of each input
     options: dict,                 # of `deciding_options`
+    *,
+    is_empty: bool = False,        # no task was finished: another plan may take its place
 ) -> None:
     "Write the plan of a new corpus, or check that the folder holds this very one; UserError names what differs."
     plan = json.loads(json.dumps({"format_version": 1, "files": files, "options": options}))
-    if (out / "plan.json").exists():
+    if (out / "plan.json").exists() and not is_empty:
         if difference := plan_difference(read_json(out / "plan.json"), plan): raise UserError(f"{out}: holds a corpus made otherwise ({difference}); name another --out, or remove it")
-    elif out.exists() and any(path.name != ".lock" for path in out.iterdir()):
+    elif out.exists() and not (out / "plan.json").exists() and any(path.name != ".lock" for path in out.iterdir()):
         raise UserError(f"{out}: holds something else than a corpus; name an empty folder with --out")
     else: write_json(out / "plan.json", plan)
 
@@ -256,6 +261,10 @@ def report_of(
     return Report(folder.rstrip("/"), *(values[name] for name in ("read", "kept", "dropped", "damaged", "missing")), values)
 
 # %% ../nbs/01c_corpus.ipynb #bb9e8860
+def _decisions(work: Path) -> dict[str, str]:
+    return ReviewQueue(work / "review").decisions() if (work / "review").exists() else {}
+
+# %% ../nbs/01c_corpus.ipynb #15f1d28b
 def is_settled(
     work: Path, # of a corpus
 ) -> bool:
@@ -263,9 +272,6 @@ def is_settled(
     if not work.exists(): return True
     taken_over = work / "settled.json"
     return taken_over.exists() and read_json(taken_over) == _decisions(work)
-
-def _decisions(work: Path) -> dict[str, str]:
-    return ReviewQueue(work / "review").decisions() if (work / "review").exists() else {}
 
 # %% ../nbs/01c_corpus.ipynb #2639b809
 def finished_report(
@@ -278,6 +284,7 @@ def finished_report(
     if not out.exists() or not any(out.iterdir()): return None
     read_manifest(out, kind="corpus")
     claim_out(out, files, deciding_options(cfg))
+    check_corpus(out)
     refuse_changed([out])
     values = read_json(out / "report.json")
     return None if values["missing"] or not is_settled(work) else report_of(cfg.out, values)
@@ -287,13 +294,14 @@ def _run(out: Path, work: Path, cfg: CorpusConfig, files: list[tuple[str, int]])
     began = time.monotonic()
     work.mkdir(parents=True, exist_ok=True)
     with Lock(work / ".lock"):
-        claim_out(work, files, deciding_options(cfg))
+        claim_out(work, files, deciding_options(cfg), is_empty=not any(work.glob("tasks/*/manifest.json")))
         remove_stale(out.parent)
         refuse_changed(path.parent for path in sorted((work / "tasks").glob("*/inputs.json")))
         tasks = plan_tasks(files, deciding_options(cfg), reference_models(cfg.quality, work))
         report = run_shards(cfg, tasks, work / "tasks")
         names = [task.name for task in tasks if task.name not in report.failed]
         missing = {name: f"{reason}: {report.errors.get(name, '')}" for name, reason in report.failed.items()}
+        if not names: raise UserError(f"no task could be finished; {next(iter(missing.values()))}; mend it, and run the same command again")
         run = {"seconds": round(time.monotonic() - began, 1), "workers": cfg.workers, "tasks_run": len(report.done),
                "tasks_found_done": len(report.resumed), "largest_worker_bytes": report.peak_memory_bytes}
         decisions = _decisions(work)
@@ -306,6 +314,7 @@ def build_corpus(
 ) -> Report:
     "Clean the inputs into a corpus, or go on with one; UserError for a folder with another one, or among its inputs."
     if not cfg.inputs or not cfg.out: raise UserError("name the inputs with --inputs and the corpus's folder with --out")
+    if cfg.gates.domain_keywords: open_embedder(cfg.gates.embedder)
     check_places(cfg.inputs, [], cfg.out)
     names, work = list_files(cfg.inputs), work_folder(cfg.out)
     check_places([], names, cfg.out)
@@ -331,7 +340,8 @@ def shard_command(
     if report.kept: print(f"train    torchrun -m llm_from_scratch.train --data.path {report.folder}")
     if report.kept and not is_remote(report.folder): print(f"trace    python -m llm_from_scratch.corpus trace {report.folder} --id {shlex.quote(first_id(report.folder))}   (every row and sample has its id)")
     if waiting: print(f"review   {waiting:,} waiting: python -m llm_from_scratch.corpus review {report.folder}")
-    if not report.kept and not waiting: print("nothing was kept; the report says why, document by document", file=sys.stderr)
+    if not report.read: print("nothing was read: the inputs hold no answer of a server, no text and no row", file=sys.stderr)
+    elif not report.kept and not waiting: print("nothing was kept; the report says why, document by document", file=sys.stderr)
     for name, reason in report.missing.items(): print(f"missing  task {name}: {reason}; the same command tries it again", file=sys.stderr)
     return 1 if report.missing or not (report.kept or waiting) else 0
 

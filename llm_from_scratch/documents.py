@@ -10,11 +10,13 @@ __all__ = ['SKIPPED_FOLDERS', 'KEPT', 'HELD_OUT', 'REASONS', 'REPAIRS', 'OPTIONA
            'cut_documents', 'read_corpus']
 
 # %% ../nbs/00d_documents.ipynb #b2ab0a22
+import bz2
 import glob
 import gzip
 import hashlib
 import io
 import json
+import lzma
 import re
 import sysconfig
 import tarfile
@@ -179,24 +181,29 @@ def clean_text(
 # %% ../nbs/00d_documents.ipynb #3c4d8492
 def unpack(
     file: BinaryIO, # open at its start
-    name: str,      # tells by its ending how it is packed: .gz, .zst, or not at all
+    name: str,      # tells by its ending how it is packed: .gz, .zst, .bz2, .xz, or not at all
 ) -> BinaryIO:
     "The content of a file; reading it raises EOFError, BadGzipFile or zlib.error where it is damaged."
-    if name.lower().endswith(".gz"): return gzip.GzipFile(fileobj=file)
-    return io.BufferedReader(_Zstandard(file)) if name.lower().endswith(".zst") else file
+    name = name.lower()
+    if name.endswith(".gz"): return gzip.GzipFile(fileobj=file)
+    packing = next((make for ending, make in _PACKINGS.items() if name.endswith(ending)), None)
+    return io.BufferedReader(_Packed(packing(file))) if packing else file
 
-class _Zstandard(io.RawIOBase): # pyarrow tells damage by an OSError without a number
-    def __init__(self, file: BinaryIO): self.stream = pyarrow.CompressedInputStream(file, "zstd")
+_PACKINGS = {".zst": lambda file: pyarrow.CompressedInputStream(file, "zstd"), ".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile}
+
+class _Packed(io.RawIOBase): # damage is an OSError without a number to some, LZMAError to others
+    def __init__(self, stream: BinaryIO): self.stream = stream
     def readable(self) -> bool: return True
     def readinto(self, buffer) -> int:
         try: return self.stream.readinto(buffer)
+        except lzma.LZMAError as error: raise EOFError(str(error)) from None
         except OSError as error:
             if error.errno: raise
             raise EOFError(str(error)) from None
 
 # %% ../nbs/00d_documents.ipynb #f78bab7b
 def read_text(
-    path: Path, # any text file, packed if it ends in .gz or .zst
+    path: Path, # any text file, perhaps packed
 ) -> Iterator[Document | Skipped]: # exactly one
     "The document that a text file holds."
     name = document_id(path)
@@ -221,7 +228,7 @@ def document_from_row(
 
 # %% ../nbs/00d_documents.ipynb #157fdfb5
 def read_jsonl(
-    path: Path, # JSON lines, packed if it ends in .gz or .zst
+    path: Path, # JSON lines, perhaps packed
 ) -> Iterator[Document | Skipped]: # one a line
     "The documents of a JSONL file; a truncated archive gives what can be read and one `damaged`."
     name = document_id(path)
@@ -365,7 +372,7 @@ def read_documents(
 READERS = {"jsonl": read_jsonl, "ndjson": read_jsonl, "parquet": read_parquet, "tar": read_tar, "tgz": read_tar, "arrow": read_arrow} # else `read_text`
 
 def _read_file(path: Path) -> Iterator[Document | Skipped]:
-    ending = re.sub(r"\.(gz|zst)$", "", path.name.lower()).rpartition(".")[2]
+    ending = re.sub(r"\.(gz|zst|bz2|xz)$", "", path.name.lower()).rpartition(".")[2]
     reader = READERS.get(ending, read_text)
     try: open(path, "rb").close()
     except OSError as error: raise UserError(f"{path}: cannot be read: {error.strerror}") from error

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pyarrow
 from pyarrow import parquet
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from .config import Positive, Section, build_config
 from .artifacts import sha256_file, write_json
@@ -47,6 +47,12 @@ class WriteConfig(Section):
     chunk_overlap: int = Field(512, ge=0, description="characters that a window shares with the one before")
     sample: Positive = Field(20, description="documents to read a reason, in the report")
     keep_work: bool = Field(False, description="keep the finished tasks beside the corpus")
+
+    @model_validator(mode="after")
+    def possible_windows(self):
+        "Refuse windows that would not move on."
+        if self.chunk_overlap >= self.chunk_characters: raise ValueError(f"write.chunk_overlap {self.chunk_overlap} must be below write.chunk_characters {self.chunk_characters}")
+        return self
 
 # %% ../nbs/01bb_shard_cleaning.ipynb #122eedda
 class CorpusConfig(Section):
