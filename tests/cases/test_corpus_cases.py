@@ -1,8 +1,10 @@
 "The whole command on pages with every fault of the cases, from raw records to Parquet, report and trace."
 
 import gzip
+import io
 import json
 import os
+import tarfile
 from pathlib import Path
 
 import pyarrow
@@ -147,7 +149,7 @@ def test_cln_7_other_options_are_refused_with_the_difference(built, crawl, optio
 
 
 def test_cln_7_other_inputs_and_foreign_folders_are_refused(built, crawl, tmp_path):
-    with pytest.raises(UserError, match="input .*page.html: not the same"): build("--inputs", crawl / "*.gz", "--out", built.folder)
+    with pytest.raises(UserError, match="input .*page.html is gone"): build("--inputs", crawl / "*.gz", "--out", built.folder)
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match="no manifest.json"): build("--inputs", crawl, "--out", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
@@ -298,3 +300,41 @@ def test_lines_that_a_rule_removes_are_counted_at_quality(tmp_path):
     after = run.summary["characters_after"]
     assert run.summary["dropped_at"] == {"quality": 1}
     assert after["language"] == run.tally["characters_normalise"] > after["quality"] == len(kept[0])
+
+
+@pytest.mark.parametrize("option, value, words", [
+    ("--write.chunk-overlap", 5000, "chunk_overlap 5000 must be below"), ("--clean.min-bytes", 5_000_000, "min_bytes 5000000 is above"),
+    ("--clean.page-memory-bytes", 1000, "a parser takes"), ("--gates.domain-keywords", "sea", "no/such"), ("--out", "corp\udcff", "can't be printed")])
+def test_what_can_never_work_is_refused_before_the_work_begins(tmp_path, monkeypatch, option, value, words):
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text(json.dumps({"text": prose("one")}) + "\n")
+    more = ("--gates.embedder", "no/such") if option == "--gates.domain-keywords" else ()
+    with pytest.raises(UserError, match=words): build("--inputs", "rows.jsonl", "--out", "corpus", option, value, *more)
+    assert os.listdir() == ["rows.jsonl"]
+
+
+def test_a_page_without_an_ending_and_a_tar_of_texts_are_known_by_what_they_are(tmp_path, capsysbinary):
+    crawl = tmp_path / "crawl"
+    crawl.mkdir()
+    (crawl / "view.php?id=3").write_text(f"<!DOCTYPE html>\n<html><body><p>{prose('page')}</p></body></html>")
+    (crawl / "notes.md").write_text(f"<h1>Notes</h1>\n\n{prose('notes')}")
+    with tarfile.open(crawl / "shard.tar", "w") as tar:
+        for number in range(2):
+            data, member = prose(f"tar {number}").encode(), tarfile.TarInfo(f"{number}.txt")
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    build("--inputs", crawl, "--out", tmp_path / "corpus", "--quality.off", "fineweb")
+    kept = {row["id"].rpartition("/")[2]: row["text"] for row in Built(tmp_path / "corpus").kept}
+    assert kept["view.php?id=3"] == prose("page") and "shard.tar:0" in kept and "shard.tar:1" in kept
+    capsysbinary.readouterr()
+    build("trace", tmp_path / "corpus", "--id", f"{crawl}/shard.tar:1")
+    assert json.loads(capsysbinary.readouterr().out)["text"] == prose("tar 1")
+
+
+def test_a_damaged_corpus_is_one_line_for_every_verb(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"text": prose("one")}) + "\n")
+    build("--inputs", rows, "--out", tmp_path / "corpus")
+    (tmp_path / "corpus" / "00000.parquet").write_bytes(b"garbage")
+    for arguments in (("trace", tmp_path / "corpus", "--id", f"{rows}:1"), ("lineage", tmp_path / "corpus"), ("--inputs", rows, "--out", tmp_path / "corpus")):
+        with pytest.raises(UserError, match="00000.parquet"): build(*arguments)

@@ -103,7 +103,7 @@ run_command(train.main)
 """
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("rank", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_a_mistake_of_one_rank_is_told_by_it(options, tmp_path, rank):
     script = tmp_path / "one_rank.py"
     script.write_text(ONE_RANK.replace("WRONG", repr(rank)))
