@@ -16,11 +16,13 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +44,7 @@ from .assembly import finish_corpus
 from .provenance import check_corpus, first_id, lineage, refuse_changed, trace
 
 # %% ../nbs/01c_corpus.ipynb #645ed216
-GROUP_BYTES, GROUP_FILES = 32 * 2**20, 500 # small files are put together up to this
+GROUP_BYTES, GROUP_FILES = 8 * 2**20, 200 # small files are put together up to this: some seconds of work
 
 def group_files(
     files: Iterable[tuple[str, int]], # name and bytes, sorted by name
@@ -326,11 +328,22 @@ def build_corpus(
     return report
 
 # %% ../nbs/01c_corpus.ipynb #6a84b4bf
+@contextmanager
+def _sigterm_as_interrupt() -> Iterator[None]:
+    def interrupt(number, frame): raise KeyboardInterrupt
+    is_ours = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, interrupt) if is_ours else None
+    try: yield
+    finally:
+        if is_ours: signal.signal(signal.SIGTERM, before)
+
+
 def shard_command(
     cfg: CorpusConfig, # inputs and out at least
 ) -> int:              # exit code: 0 complete, 1 tasks are missing or nothing was kept, 3 stopped
     "Build a corpus and say where it lies."
-    try: report = build_corpus(cfg)
+    try:
+        with _sigterm_as_interrupt(): report = build_corpus(cfg)
     except KeyboardInterrupt:
         print(f"the work is in {work_folder(cfg.out)}; the same command goes on", file=sys.stderr)
         return 3

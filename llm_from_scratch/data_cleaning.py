@@ -275,6 +275,9 @@ def tidy_lines(
     "Remove runs of blanks and blank lines; line breaks, indentation and code stay."
     lines, in_fence, num_blanks, num_lines = [], False, 0, text.count("\n") + 1
     for raw in text.split("\n"):
+        if raw and raw[0] not in " \t`~" and raw[-1] not in " \t" and "  " not in raw and "\t" not in raw: # most lines
+            lines.append(raw)
+            continue
         line = raw.rstrip(" \t")
         start = line.lstrip(" ")
         is_fence = start.startswith("```") or start.startswith("~~~") and bool(in_fence or start.strip("~") or not (lines and lines[-1])) # else a heading's underline
