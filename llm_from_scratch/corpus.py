@@ -44,7 +44,7 @@ from .assembly import finish_corpus
 from .provenance import check_corpus, first_id, lineage, refuse_changed, trace
 
 # %% ../nbs/01c_corpus.ipynb #645ed216
-GROUP_BYTES, GROUP_FILES = 8 * 2**20, 200 # small files are put together up to this: some seconds of work
+GROUP_BYTES, GROUP_FILES = 32 * 2**20, 500 # small files are put together up to this
 
 def group_files(
     files: Iterable[tuple[str, int]], # name and bytes, sorted by name
