@@ -232,6 +232,7 @@ def test_a_run_dir_that_is_a_file_is_one_line(options, tmp_path):
     assert err.startswith("error: ") and err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_brackets_in_the_folder_name_are_printed(options, tmp_path):
     code, out, err = finish(start([*options, "--train.steps", "2", "--run-dir", tmp_path / "a [bold]run"]))
     assert code == 0, err
@@ -324,7 +325,8 @@ def interrupt_in(function, args, number):
     return process.returncode, read + out, err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_during_the_report_says_how_to_go_on(undisturbed, tmp_path, number):
     run_dir = copied(undisturbed, tmp_path)
     for name in ("report", "tensorboard"):
