@@ -134,6 +134,7 @@ def test_sigterm_saves_exits_3_and_resumes_to_the_bit(options, undisturbed, tmp_
     assert not (run_dir / "stopped.json").exists()
 
 
+@pytest.mark.slow # tests/faults/test_training_faults.py kills a run during a save
 def test_kill_9_resumes_from_the_last_whole_checkpoint(options, undisturbed, tmp_path):
     run_dir = tmp_path / "killed"
     process = start([*options, "--train.steps", "60", "--checkpoint.every-steps", "20", "--eval.every-steps", "30", "--run-dir", run_dir])
