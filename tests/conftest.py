@@ -1,5 +1,6 @@
 "Tests marked slow or cuda are skipped, and counted, unless they are asked for and can run."
 
+import logging
 import os
 
 import pytest
@@ -20,3 +21,18 @@ def has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+@pytest.fixture
+def warnings_said():
+    "What the library's logger warned of."
+    said = []
+
+    class Keep(logging.Handler):
+        def emit(self, record):
+            said.append(record.getMessage())
+
+    handler = Keep(level=logging.WARNING)
+    logging.getLogger("llm_from_scratch").addHandler(handler)
+    yield said
+    logging.getLogger("llm_from_scratch").removeHandler(handler)

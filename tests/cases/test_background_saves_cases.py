@@ -2,7 +2,6 @@
 
 import copy
 import errno
-import logging
 import math
 import os
 import threading
@@ -28,20 +27,6 @@ def net_of(value):
 
 def steps(folder):
     return [checkpoint_step(path) for path in list_checkpoints(folder)]
-
-
-@pytest.fixture
-def warnings_said():
-    said = []
-
-    class Keep(logging.Handler):
-        def emit(self, record):
-            said.append(record.getMessage())
-
-    handler = Keep(level=logging.WARNING)
-    logging.getLogger("llm_from_scratch").addHandler(handler)
-    yield said
-    logging.getLogger("llm_from_scratch").removeHandler(handler)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import logging
 import math
 import os
 import random
@@ -94,21 +93,6 @@ def random_states():
     state = capture_rng()
     yield
     restore_rng(state)
-
-
-@pytest.fixture
-def warnings_said():
-    "What the library's logger warned of."
-    said = []
-
-    class Keep(logging.Handler):
-        def emit(self, record):
-            said.append(record.getMessage())
-
-    handler = Keep(level=logging.WARNING)
-    logging.getLogger("llm_from_scratch").addHandler(handler)
-    yield said
-    logging.getLogger("llm_from_scratch").removeHandler(handler)
 
 
 def test_ckpt_2_random_states_survive_the_disk(tmp_path):

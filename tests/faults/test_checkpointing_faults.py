@@ -5,7 +5,6 @@ Run as a script, this file is the process that saves and is killed.
 
 import errno
 import json
-import logging
 import os
 import random
 import shutil
@@ -93,20 +92,6 @@ def killed(tmp_path_factory):
     assert done.returncode == 0, done.stderr[-2000:]
     rounds = [json.loads(line) for line in done.stdout.splitlines()]
     return going_on, rounds[:NUM_KILLS], rounds[NUM_KILLS:]
-
-
-@pytest.fixture
-def warnings_said():
-    said = []
-
-    class Keep(logging.Handler):
-        def emit(self, record):
-            said.append(record.getMessage())
-
-    handler = Keep(level=logging.WARNING)
-    logging.getLogger("llm_from_scratch").addHandler(handler)
-    yield said
-    logging.getLogger("llm_from_scratch").removeHandler(handler)
 
 
 @pytest.fixture

@@ -4,12 +4,8 @@ import contextlib
 import multiprocessing
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 
 import numpy as np
 import pytest
@@ -24,14 +20,10 @@ from llm_from_scratch.token_shards import document_at, open_shards, write_shards
 pytest.importorskip("moto.server", reason="moto[server] is not installed")
 s3fs = pytest.importorskip("s3fs")
 
+from test_storage_s3 import free_port, start_server  # noqa: E402
+
 SHARD_BYTES = 40_000
 URL = "s3://data/tokens"
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 class Proxy:
@@ -85,16 +77,7 @@ class Proxy:
 @pytest.fixture(scope="module")
 def proxy():
     port = free_port()
-    command = [sys.executable, "-c", "from moto.server import main; main()", "-H", "127.0.0.1", "-p", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/moto-api/", timeout=1)
-            break
-        except (urllib.error.URLError, OSError):
-            assert server.poll() is None and time.monotonic() < deadline, "moto's server does not start"
-            time.sleep(0.1)
+    server = start_server(port)
     proxy, patch = Proxy(port), pytest.MonkeyPatch()
     for name, value in {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}", "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
                         "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true", "AWS_MAX_ATTEMPTS": "1"}.items():
