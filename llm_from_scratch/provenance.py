@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import re
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from pyarrow import parquet
 
 from .env import UserError
 from .artifacts import read_json, read_manifest, sha256_file, verify_manifest
-from .storage import is_remote, open_binary
+from .storage import fetch, is_remote, open_binary
 from .documents import READERS, document_id, unpack
 from .warc import read_raw_record
 from .data_cleaning import source_kind
@@ -85,15 +86,15 @@ def input_of(
 
 # %% ../nbs/01bd_provenance.ipynb #7655a449
 def table_row(
-    path: str,   # Parquet or JSON lines, local or remote; tar shard or Arrow, local
+    path: str,   # Parquet, JSON lines, tar shard or Arrow, local or remote
     number: int, # from 1
 ) -> bytes:      # the line, or the row as one line of JSON
     "One row of a table as it stands there; UserError where the table has fewer."
-    with open_binary(path) as file:
+    with tempfile.TemporaryDirectory() as folder, open_binary(path) as file:
         if source_kind(path) == "parquet":
             rows = (row for batch in parquet.ParquetFile(file).iter_batches(1024) for row in batch.to_pylist())
             lines = (json.dumps(row, default=str).encode() + b"\n" for row in rows)
-        elif source_kind(path) in ("tar", "arrow"): lines = (json.dumps(asdict(row)).encode() + b"\n" for row in READERS[source_kind(path)](Path(path)))
+        elif source_kind(path) in ("tar", "arrow"): lines = (json.dumps(asdict(row)).encode() + b"\n" for row in READERS[source_kind(path)](fetch(path, folder)))
         else: lines = unpack(file, path)
         found = next(itertools.islice(lines, number - 1, None), None)
     if found is None: raise UserError(f"{path}: has no row {number} any more; it is another file than the one that was read")
