@@ -104,7 +104,7 @@ class TokenizerConfig(Section):
 # %% ../nbs/00a_config.ipynb #c50dbc13
 class DataConfig(Section):
     "Which documents, how they are split and stored."
-    path: list[str] = Field([], description="text, JSONL or Parquet files, folders or globs; empty: Python's standard library")
+    path: list[str] = Field([], description="text, JSONL, Parquet, tar shards, saved datasets: files, folders, globs; or an encoded folder or its URL; empty: Python's standard library")
     val_fraction: float = Field(0.02, gt=0, lt=1, description="share of documents held out, by a hash of their id")
     shard_tokens: Positive = Field(2**24, description="tokens in a shard file")
     dtype: Literal["auto", "uint16", "uint32"] = Field("auto", description="type of stored ids; auto: uint16 where the vocabulary fits")
