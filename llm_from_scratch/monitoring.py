@@ -21,10 +21,9 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -417,8 +416,11 @@ CURVES = {
 def draw_curve(
     rows: list[dict],  # of read_metrics
     name: str,  # a key of CURVES
-) -> Figure:
+) -> Any:  # a matplotlib figure
     "Draw one of the run's pictures."
+    from matplotlib.figure import Figure  # here: it takes a second to import, and training draws only at its end
+    from matplotlib.ticker import MaxNLocator
+
     title, unit, fields = CURVES[name]
     figure = Figure(figsize=(5.6, 3.2), dpi=110, layout="tight")
     axes = figure.subplots()
@@ -440,7 +442,7 @@ def draw_curve(
 
 
 def png_bytes(
-    figure: Figure,  # any
+    figure: Any,  # a matplotlib figure
 ) -> bytes:
     "A figure as a PNG, the same bytes for the same picture."
     stream = io.BytesIO()
