@@ -122,7 +122,7 @@ def local_katex(site: Path) -> bool:
         if fetched.returncode or not archives:
             return False
         with tarfile.open(archives[0]) as archive:
-            archive.extractall(folder, filter="data")
+            archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # not before 3.11.4
         dist = Path(folder) / "package" / "dist"
         unused = shutil.ignore_patterns("*.mjs", "*.ttf", "*.woff", "README*", "katex.css", "katex.js", "katex-swap*")
         shutil.copytree(dist, site / "site_libs" / "katex", ignore=unused)
