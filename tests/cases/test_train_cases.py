@@ -134,7 +134,6 @@ def test_sigterm_saves_exits_3_and_resumes_to_the_bit(options, undisturbed, tmp_
     assert not (run_dir / "stopped.json").exists()
 
 
-@pytest.mark.slow # tests/faults/test_training_faults.py kills a run during a save
 def test_kill_9_resumes_from_the_last_whole_checkpoint(options, undisturbed, tmp_path):
     run_dir = tmp_path / "killed"
     process = start([*options, "--train.steps", "60", "--checkpoint.every-steps", "20", "--eval.every-steps", "30", "--run-dir", run_dir])
@@ -233,7 +232,6 @@ def test_a_run_dir_that_is_a_file_is_one_line(options, tmp_path):
     assert err.startswith("error: ") and err.count("\n") == 1
 
 
-@pytest.mark.slow
 def test_brackets_in_the_folder_name_are_printed(options, tmp_path):
     code, out, err = finish(start([*options, "--train.steps", "2", "--run-dir", tmp_path / "a [bold]run"]))
     assert code == 0, err
@@ -326,7 +324,6 @@ def interrupt_in(function, args, number):
     return process.returncode, read + out, err
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_during_the_report_says_how_to_go_on(undisturbed, tmp_path, number):
     run_dir = copied(undisturbed, tmp_path)
@@ -340,7 +337,7 @@ def test_a_signal_during_the_report_says_how_to_go_on(undisturbed, tmp_path, num
     assert (run_dir / "report" / "index.html").exists() and not (run_dir / "stopped.json").exists()
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_before_the_first_step_is_one_line(options, tmp_path, number):
     code, out, err = interrupt_in("prepare_data", [*options, "--run-dir", tmp_path / "run"], number)
     assert (code, err) == (130, f"interrupted by {number.name} outside of the steps; go on with: the same command\n")

@@ -3,7 +3,6 @@ import socket
 import subprocess
 import sys
 
-import pytest
 
 CODE = """
 import os
@@ -45,7 +44,6 @@ def test_two_processes_meet_and_part():
     assert [out.split() for out, _ in said] == [["0", "False", "3.0"], ["1", "False", "3.0"]]
 
 
-@pytest.mark.slow
 def test_torchrun_hosts_the_meeting(tmp_path):
     script = tmp_path / "meet.py"
     script.write_text(CODE)

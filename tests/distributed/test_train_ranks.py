@@ -103,7 +103,6 @@ run_command(train.main)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_mistake_of_one_rank_is_told_by_it(options, tmp_path, rank):
     script = tmp_path / "one_rank.py"
@@ -127,7 +126,6 @@ run_command(train.main)
 """
 
 
-@pytest.mark.slow
 def test_a_stop_during_the_report_is_told_once_and_resumed(options, tmp_path):
     script, run_dir = tmp_path / "slow_report.py", tmp_path / "run"
     script.write_text(SLOW_REPORT)
