@@ -7,17 +7,17 @@ __all__ = ['SITTING', 'compare_checkpoints', 'compare_metrics', 'shorten', 'cert
 
 # %% ../nbs/06c_certify.ipynb #fd646691
 import json
-import os
+import math
 import random
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import torch
 
 from .artifacts import read_json, write_atomic, write_json
@@ -36,8 +36,10 @@ def _read_all(path: Path) -> dict:
 def _tensor_difference(one: torch.Tensor, other: torch.Tensor) -> str:
     if one.dtype != other.dtype or one.shape != other.shape:
         return f"{str(one.dtype).removeprefix('torch.')} {tuple(one.shape)} and {str(other.dtype).removeprefix('torch.')} {tuple(other.shape)}"
+    bits = [tensor.contiguous().view(torch.uint8).reshape(tensor.numel(), -1) for tensor in (one, other)]
     gaps = (one.double() - other.double()).abs() if not one.is_complex() else (one - other).abs()
-    return f"{int((gaps != 0).sum())} of {one.numel()} values differ, by at most {gaps.max().item():.3g}"
+    said = f", by at most {gap:.3g}" if 0 < (gap := gaps.max().item()) < math.inf else ""
+    return f"{int((bits[0] != bits[1]).any(1).sum())} of {one.numel()} values differ{said}"
 
 # %% ../nbs/06c_certify.ipynb #a5c47b06
 def _differences(one, other, where: str) -> Iterable[str]:
@@ -105,12 +107,18 @@ def _command(arguments: list[str], num_ranks: int) -> list[str]:
     launch = [] if num_ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     return [sys.executable, *launch, "-m", "llm_from_scratch.train", *arguments]
 
+def _kill_all(pid: int) -> None:
+    family = psutil.Process(pid)
+    family.suspend() # it starts no more
+    for process in [*family.children(recursive=True), family]:
+        with suppress(psutil.NoSuchProcess): process.kill()
+
 @contextmanager
 def _started(arguments: list[str], num_ranks: int) -> Iterator[subprocess.Popen]:
     process = subprocess.Popen(_command(arguments, num_ranks), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
     try: yield process
     finally:
-        if process.poll() is None: os.killpg(process.pid, signal.SIGKILL)
+        if process.poll() is None: _kill_all(process.pid)
         process.wait()
 
 def _train(arguments: list[str], num_ranks: int) -> None:
@@ -128,7 +136,7 @@ def _train_until_killed(arguments: list[str], num_ranks: int, run_dir: Path, ste
             time.sleep(0.01)
         time.sleep(delay)
         finished = process.poll()
-    if finished: raise UserError(f"the copy of the run ended with exit code {finished} before it was killed")
+    if finished is not None: raise UserError(f"the copy of the run ended with exit code {finished} before it was killed")
 
 # %% ../nbs/06c_certify.ipynb #6c351bd9
 def certify(

@@ -6,9 +6,10 @@
 __all__ = ['remote_checkpoints', 'sync_run_folder', 'fetch_run', 'work_locally']
 
 # %% ../nbs/06d_remote_runs.ipynb #37b10a76
+from functools import cache as once
 from pathlib import Path
 
-from .artifacts import Lock, atomic_folder, default_cache_dir, verify_manifest, write_atomic
+from .artifacts import Lock, atomic_folder, default_cache_dir, read_json, verify_manifest, write_atomic, write_json
 from .checkpointing import checkpoint_step, list_checkpoints, verify_checkpoint
 from .env import UserError, hash_json
 from .state_trees import _first, _note
@@ -43,7 +44,16 @@ def _publish(store, root: str, url: str, path: Path) -> bool:
 # %% ../nbs/06d_remote_runs.ipynb #7ae54544
 def _small_files(run_dir: Path) -> list[Path]:
     found = [path for path in sorted(run_dir.rglob("*")) if path.is_file() and not any(part.startswith(".") for part in path.relative_to(run_dir).parts)]
-    return [path for path in found if not path.relative_to(run_dir).parts[0] == "checkpoints" or path.parent.name == "checkpoints"]
+    return [path for path in found if (path.relative_to(run_dir).parts[0] != "checkpoints" or path.parent.name == "checkpoints") and not _is_private_key(path)]
+
+@once
+def _is_private_key(path: Path) -> bool: # and said once
+    with open(path, "rb") as file: is_key = b"PRIVATE KEY-----" in file.read(64)
+    if is_key: _note([f"{path}: a private key, not sent to the store; keep it outside the run's folder"])
+    return is_key
+
+def _known_here(run_dir: Path) -> set[str]: # checkpoints that this machine sent or fetched
+    return set(read_json(run_dir / ".sent.json")) if (run_dir / ".sent.json").exists() else set()
 
 # %% ../nbs/06d_remote_runs.ipynb #8e72e314
 def sync_run_folder(
@@ -54,23 +64,30 @@ def sync_run_folder(
     if not is_remote(url): raise UserError(f"{url}: not the URL of a store, such as s3://bucket/runs/first")
     run_dir, url = Path(run_dir), url.rstrip("/")
     good = [path for path in list_checkpoints(run_dir / "checkpoints") if not verify_checkpoint(path, deep=False)]
+    known = _known_here(run_dir) | {path.name for path in good}
+    write_json(run_dir / ".sent.json", sorted(known))
     with _store_errors(url):
         store, root = _open_store(url)
         sent = [path.name for path in good if _publish(store, root, url, path)]
         for path in _small_files(run_dir): store.pipe_file(f"{root}/{path.relative_to(run_dir).as_posix()}", path.read_bytes()) # the loop may be writing to it
-        gone = set(remote_checkpoints(url)) - {path.name for path in list_checkpoints(run_dir / "checkpoints")} if good else set()
+        gone = known.intersection(remote_checkpoints(url)) - {path.name for path in list_checkpoints(run_dir / "checkpoints")} if good else set()
         for name in gone: _remove(store, f"{root}/checkpoints/{name}")
+    write_json(run_dir / ".sent.json", sorted(known - gone))
     return sent
 
 # %% ../nbs/06d_remote_runs.ipynb #b1d1d1a1
-def _fetch_checkpoint(store, root: str, name: str, folder: Path) -> list[str]:
-    place = f"{root}/checkpoints/{name}"
-    with atomic_folder(folder / name, overwrite=True) as draft:
-        for found in store.find(place):
-            local = draft / found.rsplit(f"/{name}/", 1)[1]
-            local.parent.mkdir(parents=True, exist_ok=True)
-            _download(store, found, local, store.info(found)["size"])
-    return verify_manifest(folder / name)
+class _Damaged(Exception): pass
+
+def _fetch_checkpoint(store, root: str, name: str, folder: Path) -> list[str]: # what is wrong with it; then nothing of it stays
+    try:
+        with atomic_folder(folder / name, overwrite=True) as draft:
+            for found in store.find(f"{root}/checkpoints/{name}"):
+                local = draft / found.rsplit(f"/{name}/", 1)[1]
+                local.parent.mkdir(parents=True, exist_ok=True)
+                _download(store, found, local, store.info(found)["size"])
+            if problems := verify_manifest(draft): raise _Damaged(problems)
+    except _Damaged as damaged: return damaged.args[0]
+    return []
 
 # %% ../nbs/06d_remote_runs.ipynb #f9cf2bfe
 def fetch_run(
@@ -87,7 +104,9 @@ def fetch_run(
             if not name.startswith("checkpoints/step_"): write_atomic(run_dir / name, store.cat_file(found))
         for name in reversed(names):
             problems = _fetch_checkpoint(store, root, name, run_dir / "checkpoints")
-            if not problems: return run_dir / "checkpoints" / name
+            if not problems:
+                write_json(run_dir / ".sent.json", sorted(_known_here(run_dir) | {name}))
+                return run_dir / "checkpoints" / name
             _note([f"passed over {url}/checkpoints/{name}: {_first(problems)}"])
     return None
 
