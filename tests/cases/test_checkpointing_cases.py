@@ -314,6 +314,34 @@ def test_widening_is_allowed_and_narrowing_is_not(tmp_path):
         load_checkpoint(path, {"model": small_net().bfloat16()})
 
 
+@pytest.mark.parametrize(
+    ("saved", "own", "fits"),
+    [
+        (torch.int64, torch.float32, False),
+        (torch.int32, torch.float32, False),
+        (torch.int16, torch.float32, True),
+        (torch.int64, torch.float64, False),
+        (torch.int32, torch.float64, True),
+        (torch.uint8, torch.bfloat16, True),
+        (torch.int16, torch.bfloat16, False),
+        (torch.uint16, torch.float32, True),
+        (torch.uint32, torch.float32, False),
+        (torch.bool, torch.float16, True),
+        (torch.float32, torch.int64, False),
+        (torch.int32, torch.int64, True),
+    ],
+)
+def test_integers_load_only_where_every_value_is_exact(saved, own, fits):
+    model = nn.Module()
+    model.register_buffer("count", torch.zeros(3, dtype=own))
+    value = {"count": torch.tensor([0, 1, 1]).to(saved)}
+    if fits:
+        assert list(match_weights(model, value, source="x")) == ["count"]
+        return
+    with pytest.raises(UserError, match="count is .* in x, which .* in the model can't hold exactly"):
+        match_weights(model, value, source="x")
+
+
 def test_views_of_one_memory_are_saved_apart():
     base = torch.arange(12.0)
     value = {"whole": base, "part": base[3:6], "turned": base.view(3, 4).T, "again": base}
