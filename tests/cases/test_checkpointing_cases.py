@@ -449,6 +449,27 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")] == []
 
 
+def test_an_optimizer_that_refuses_leaves_the_weights_alone(tmp_path):
+    net = small_net()
+    path = save_checkpoint(tmp_path, {"model": net, "optimizer": torch.optim.AdamW(net.parameters())}, step=1)
+    other = small_net()
+    optimizer = torch.optim.AdamW(other[:1].parameters(), lr=0.5)
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(UserError, match="step_00000001 optimizer does not fit"):
+        load_checkpoint(path, {"model": other, "optimizer": optimizer})
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+    assert optimizer.param_groups[0]["lr"] == 0.5 and not optimizer.state
+
+
+def test_pruning_counts_short_ones_out_but_not_rotten_ones(tmp_path):
+    for step in (1, 2, 3, 4):
+        save_checkpoint(tmp_path, {"model": small_net()}, step=step)
+    short, rotten = (tmp_path / f"step_0000000{step}" / "model.safetensors" for step in (3, 2))
+    short.write_bytes(short.read_bytes()[:-1])
+    rotten.write_bytes(rotten.read_bytes()[:-1] + bytes([rotten.read_bytes()[-1] ^ 1]))
+    assert [checkpoint_step(path) for path in prune_checkpoints(tmp_path, keep=2)] == [1, 3]
+
+
 def test_pruning_of_light_ones_leaves_the_full_ones(tmp_path):
     net = small_net()
     save_checkpoint(tmp_path, {"model": net}, step=1)
