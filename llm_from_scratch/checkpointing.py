@@ -324,7 +324,7 @@ def load_checkpoint(
     verify: bool = True,         # False where latest_checkpoint has just hashed it
     public_key: str | Path | None = None, # PEM file of the key that it must be signed with
 ) -> dict:             # the plain entries, of the types that were saved
-    "Load objects in place and give the rest; UserError, and nothing loaded, where something does not fit."
+    "Load objects in place, modules last, and give the rest; UserError, and no weight moved, where something does not fit."
     path = Path(path)
     if problems := verify_checkpoint(path, deep=verify): raise UserError(f"checkpoint {path} is damaged: {_first(problems)}")
     if public_key and (problems := check_signature(path, public_key)): raise UserError(f"checkpoint {path} is refused: {problems[0]}")
@@ -337,7 +337,7 @@ def load_checkpoint(
               if name in targets or not entry["stateful"]}
     for name, target in targets.items():
         if isinstance(target, nn.Module): values[name] = match_weights(target, values[name], source=f"{path.name} {name}")
-    for name, target in targets.items(): _load_into(target, values.pop(name), f"{path.name} {name}")
+    for name, target in sorted(targets.items(), key=lambda item: isinstance(item[1], nn.Module)): _load_into(target, values.pop(name), f"{path.name} {name}")
     return values
 
 # %% ../nbs/06_checkpointing.ipynb #f9dc1bcb
@@ -357,12 +357,12 @@ def _newest(paths: Iterable[Path], kind: str, count: int) -> list[Path]:
 def prune_checkpoints(
     folder: str | Path,  # a run's checkpoints/
     *,
-    keep: int,           # newest good full ones that stay
+    keep: int,           # newest full ones that stay, none with a missing or short file
     best: Path | int | None = None,  # a checkpoint or its step that stays whatever its age
-    keep_light: int | None = None,   # newest good light ones that stay; none: as many as full ones
+    keep_light: int | None = None,   # newest light ones that stay, likewise; none: as many as full ones
     keep_every: int | None = None,   # those at multiples of so many steps stay
 ) -> list[Path]:         # what was deleted, oldest first
-    "Delete all but the newest good checkpoints; nothing where none of those verifies."
+    "Delete all but the newest checkpoints; nothing where none of those verifies to the last byte."
     if keep < 1: raise UserError(f"keep must be at least 1, not {keep}: a run without a checkpoint can't resume")
     paths = [path for path in list_checkpoints(folder) if _is_ours(path)]
     full, light = _newest(paths, "full", keep), _newest(paths, "light", keep if keep_light is None else keep_light)
@@ -460,7 +460,7 @@ def _verify(path: str, public_key: str | None) -> int:
 
 def _keygen(path: str) -> int:
     private, public = make_keys(path)
-    print(f"private key: {private} (for --checkpoint.signing-key; keep it)\npublic key: {public} (for --checkpoint.require-signature)")
+    print(f"private key: {private} (for --checkpoint.signing-key; keep it, outside the run's folder)\npublic key: {public} (for --checkpoint.require-signature)")
     return 0
 
 # %% ../nbs/06_checkpointing.ipynb #0633c355
@@ -476,7 +476,7 @@ def main(
     for action in (show, verify): action.add_argument("path", help="a checkpoint, a folder of them, or a run")
     verify.add_argument("--public-key", default=None, metavar="PEM", help="the key that they must be signed with")
     actions.add_parser("diff", help="name the tensors and counters that differ; exit 1 where some do")
-    actions.add_parser("keygen", help="make a pair of Ed25519 keys").add_argument("path", help="file of the private key, such as keys/run.pem")
+    actions.add_parser("keygen", help="make a pair of Ed25519 keys").add_argument("path", help="file of the private key, outside every run's folder, such as ~/keys/run.pem")
     actions.add_parser("certify", help="kill and resume a short copy of a run, and compare")
     options = parser.parse_args(arguments)
     if options.action == "list": return _show([describe_checkpoint(path) for path in find_checkpoints(options.path)])

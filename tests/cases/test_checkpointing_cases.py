@@ -314,6 +314,34 @@ def test_widening_is_allowed_and_narrowing_is_not(tmp_path):
         load_checkpoint(path, {"model": small_net().bfloat16()})
 
 
+@pytest.mark.parametrize(
+    ("saved", "own", "fits"),
+    [
+        (torch.int64, torch.float32, False),
+        (torch.int32, torch.float32, False),
+        (torch.int16, torch.float32, True),
+        (torch.int64, torch.float64, False),
+        (torch.int32, torch.float64, True),
+        (torch.uint8, torch.bfloat16, True),
+        (torch.int16, torch.bfloat16, False),
+        (torch.uint16, torch.float32, True),
+        (torch.uint32, torch.float32, False),
+        (torch.bool, torch.float16, True),
+        (torch.float32, torch.int64, False),
+        (torch.int32, torch.int64, True),
+    ],
+)
+def test_integers_load_only_where_every_value_is_exact(saved, own, fits):
+    model = nn.Module()
+    model.register_buffer("count", torch.zeros(3, dtype=own))
+    value = {"count": torch.tensor([0, 1, 1]).to(saved)}
+    if fits:
+        assert list(match_weights(model, value, source="x")) == ["count"]
+        return
+    with pytest.raises(UserError, match="count is .* in x, which .* in the model can't hold exactly"):
+        match_weights(model, value, source="x")
+
+
 def test_views_of_one_memory_are_saved_apart():
     base = torch.arange(12.0)
     value = {"whole": base, "part": base[3:6], "turned": base.view(3, 4).T, "again": base}
@@ -419,6 +447,27 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path):
     assert [checkpoint_step(path) for path in list_checkpoints(tmp_path)] == [2, 5, 6]
     assert prune_checkpoints(tmp_path, keep=2, best=2) == []
     assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")] == []
+
+
+def test_an_optimizer_that_refuses_leaves_the_weights_alone(tmp_path):
+    net = small_net()
+    path = save_checkpoint(tmp_path, {"model": net, "optimizer": torch.optim.AdamW(net.parameters())}, step=1)
+    other = small_net()
+    optimizer = torch.optim.AdamW(other[:1].parameters(), lr=0.5)
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(UserError, match="step_00000001 optimizer does not fit"):
+        load_checkpoint(path, {"model": other, "optimizer": optimizer})
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+    assert optimizer.param_groups[0]["lr"] == 0.5 and not optimizer.state
+
+
+def test_pruning_counts_short_ones_out_but_not_rotten_ones(tmp_path):
+    for step in (1, 2, 3, 4):
+        save_checkpoint(tmp_path, {"model": small_net()}, step=step)
+    short, rotten = (tmp_path / f"step_0000000{step}" / "model.safetensors" for step in (3, 2))
+    short.write_bytes(short.read_bytes()[:-1])
+    rotten.write_bytes(rotten.read_bytes()[:-1] + bytes([rotten.read_bytes()[-1] ^ 1]))
+    assert [checkpoint_step(path) for path in prune_checkpoints(tmp_path, keep=2)] == [1, 3]
 
 
 def test_pruning_of_light_ones_leaves_the_full_ones(tmp_path):
