@@ -334,7 +334,7 @@ def show_start(
     console.print(f"data         {data.train.num_tokens:,} training and {data.val.num_tokens:,} validation tokens, {training.loader.dropped_tokens:,} left over at shard ends; "
                   + ", ".join(f"{key} {value:,}" for key, value in data.train.manifest["extra"]["reading"].items() if not key.startswith("encoded")))
     console.print(f"batch        {train.global_batch} rows asked for = {train.global_batch // ranks // accumulation} a micro-batch x {accumulation} accumulated x {ranks} ranks, {train.seq_len} tokens each")
-    for note in [*notes, *mix_notes(training.loader.feed)]: console.print(f"note         {note}")
+    for note in [*notes, *mix_notes(training.loader.feed, training.config.data)]: console.print(f"note         {note}")
 
 # %% ../nbs/09_train.ipynb #15803f98
 FOLDER = {"report": "report/index.html", "checkpoints": "checkpoints", "metrics": "metrics.jsonl", "TensorBoard": "tensorboard",

@@ -38,7 +38,47 @@ def test_every_source_is_near_its_share_after_any_number_of_rows(shards, weights
     total = sum(weights.values())
     for number, name in enumerate(SOURCES):
         counts, share = np.cumsum(seen == number), weights.get(name, 0) / total
-        assert np.abs(counts - share * np.arange(1, len(seen) + 1)).max() <= 0.5 + share * len(weights) / 2
+        assert np.abs(counts - share * np.arange(1, len(seen) + 1)).max() <= 1
+
+
+def rows_off(shares, num_rows):
+    streams, numbers = rows_due(shares, 0, num_rows)
+    worst = 0
+    for stream, share in enumerate(shares):
+        own = streams == stream
+        assert numbers[own].tolist() == list(range(own.sum()))
+        worst = max(worst, np.abs(np.cumsum(own) - share * np.arange(1, num_rows + 1)).max())
+    return worst
+
+
+@pytest.mark.parametrize("weights", [[0.5] + [0.1] * 5, [0.8] + [0.02] * 10, [0.9] + [0.001] * 100, [0.9] + [0.001 + 1e-6 * i for i in range(100)], [1 / i for i in range(1, 80)], [1.618**-i for i in range(20)]])
+def test_many_small_sources_do_not_come_all_at_once(weights):
+    shares = np.array(weights) / np.sum(weights)
+    assert rows_off(shares, 10_000) < 1.001
+
+
+def test_no_stream_is_two_rows_off_for_any_shares():
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        shares = rng.dirichlet(np.full(rng.integers(1, 40), rng.choice([0.1, 0.5, 1, 10]))) + 1e-9
+        assert rows_off(shares / shares.sum(), 1_000) < 2
+
+
+def test_counts_and_rows_agree_at_every_position():
+    shares = np.random.default_rng(1).dirichlet(np.full(30, 0.5))
+    streams = rows_due(shares, 0, 600)[0]
+    for position in range(0, 590, 7):
+        assert counts_at(shares, position).tolist() == np.bincount(streams[:position], minlength=30).tolist()
+        assert rows_due(shares, position, position + 9)[0].tolist() == streams[position:position + 9].tolist()
+
+
+def test_thousands_of_streams_cost_a_batch_little():
+    shares = np.random.default_rng(2).dirichlet(np.full(5_000, 1.0)) + 1e-7
+    shares /= shares.sum()
+    counts = counts_at(shares, 10**9)
+    assert counts.sum() == 10**9 and np.abs(counts - shares * 10**9).max() < 2
+    streams, numbers = rows_due(shares, 10**9, 10**9 + 64)
+    assert all(counts[stream] <= number <= counts[stream] + 64 for stream, number in zip(streams, numbers))
 
 
 def test_a_row_is_of_one_source_in_stored_order_and_each_token_a_target_once(shards):
@@ -131,6 +171,7 @@ def test_a_shift_of_names_is_refused(shards):
     loader = TokenLoader(shards, weights={"web": 1}, **options)
     with pytest.raises(UserError, match="rows packed.*it is mixed"): loader.load_state_dict(TokenLoader(shards, **options).state_dict())
     state = loader.state_dict()
+    with pytest.raises(UserError, match="mixed in order 1, this release mixes them in order 2"): loader.load_state_dict({**state, "mix": {key: value for key, value in state["mix"].items() if key != "order"}})
     with pytest.raises(UserError, match="by film"): loader.load_state_dict({**state, "mix": {**state["mix"], "counts": {**state["mix"]["counts"], "film": 0}}})
 
 
