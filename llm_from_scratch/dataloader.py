@@ -77,8 +77,10 @@ def stage_tokens(
     shape = len(filled), seq_len + 1
     tokens = torch.empty(shape, dtype=torch.int64, pin_memory=True) if pinned else torch.from_numpy(np.empty(shape, np.int64))
     labels = pad_rows(read_rows(shards.shards, spans, tokens.numpy()), filled, pad_id)
-    if pinned: return tokens[:, :-1], torch.from_numpy(labels).pin_memory()[:, 1:] if filled.min() <= seq_len else tokens[:, 1:]
-    return torch.from_numpy(tokens.numpy()[:, :-1]), torch.from_numpy(labels[:, 1:])
+    if not pinned: return torch.from_numpy(tokens.numpy()[:, :-1]), torch.from_numpy(labels[:, 1:]) # NumPy slices sooner than torch, which shows in small batches
+    is_padded = filled.min() <= seq_len
+    targets = torch.from_numpy(labels).pin_memory() if is_padded else tokens
+    return tokens[:, :-1], targets[:, 1:]
 
 # %% ../nbs/02b_dataloader.ipynb #a2b4f472
 def stage_documents(
