@@ -36,7 +36,7 @@ def _read_all(path: Path) -> dict:
 def _tensor_difference(one: torch.Tensor, other: torch.Tensor) -> str:
     if one.dtype != other.dtype or one.shape != other.shape:
         return f"{str(one.dtype).removeprefix('torch.')} {tuple(one.shape)} and {str(other.dtype).removeprefix('torch.')} {tuple(other.shape)}"
-    bits = [tensor.contiguous().view(torch.uint8).reshape(tensor.numel(), -1) for tensor in (one, other)]
+    bits = [tensor.reshape(-1, 1).contiguous().view(torch.uint8) for tensor in (one, other)]
     gaps = (one.double() - other.double()).abs() if not one.is_complex() else (one - other).abs()
     said = f", by at most {gap:.3g}" if 0 < (gap := gaps.max().item()) < math.inf else ""
     return f"{int((bits[0] != bits[1]).any(1).sum())} of {one.numel()} values differ{said}"

@@ -46,14 +46,18 @@ def _small_files(run_dir: Path) -> list[Path]:
     found = [path for path in sorted(run_dir.rglob("*")) if path.is_file() and not any(part.startswith(".") for part in path.relative_to(run_dir).parts)]
     return [path for path in found if (path.relative_to(run_dir).parts[0] != "checkpoints" or path.parent.name == "checkpoints") and not _is_private_key(path)]
 
-@once
-def _is_private_key(path: Path) -> bool: # and said once
+def _is_private_key(path: Path) -> bool:
     with open(path, "rb") as file: is_key = b"PRIVATE KEY-----" in file.read(64)
-    if is_key: _note([f"{path}: a private key, not sent to the store; keep it outside the run's folder"])
+    if is_key: _say_key_stays(path)
     return is_key
 
-def _known_here(run_dir: Path) -> set[str]: # checkpoints that this machine sent or fetched
-    return set(read_json(run_dir / ".sent.json")) if (run_dir / ".sent.json").exists() else set()
+@once
+def _say_key_stays(path: Path) -> None: _note([f"{path}: a private key, not sent to the store; keep it outside the run's folder"])
+
+def _known(run_dir: Path) -> dict[str, list[str]]: # address -> checkpoints that this machine sent there or fetched
+    return read_json(run_dir / ".sent.json") if (run_dir / ".sent.json").exists() else {}
+
+def _keep_known(run_dir: Path, url: str, names: set[str]) -> None: write_json(run_dir / ".sent.json", {**_known(run_dir), url: sorted(names)})
 
 # %% ../nbs/06d_remote_runs.ipynb #8e72e314
 def sync_run_folder(
@@ -64,15 +68,15 @@ def sync_run_folder(
     if not is_remote(url): raise UserError(f"{url}: not the URL of a store, such as s3://bucket/runs/first")
     run_dir, url = Path(run_dir), url.rstrip("/")
     good = [path for path in list_checkpoints(run_dir / "checkpoints") if not verify_checkpoint(path, deep=False)]
-    known = _known_here(run_dir) | {path.name for path in good}
-    write_json(run_dir / ".sent.json", sorted(known))
+    known = {*_known(run_dir).get(url, []), *(path.name for path in good)}
+    _keep_known(run_dir, url, known)
     with _store_errors(url):
         store, root = _open_store(url)
         sent = [path.name for path in good if _publish(store, root, url, path)]
         for path in _small_files(run_dir): store.pipe_file(f"{root}/{path.relative_to(run_dir).as_posix()}", path.read_bytes()) # the loop may be writing to it
         gone = known.intersection(remote_checkpoints(url)) - {path.name for path in list_checkpoints(run_dir / "checkpoints")} if good else set()
         for name in gone: _remove(store, f"{root}/checkpoints/{name}")
-    write_json(run_dir / ".sent.json", sorted(known - gone))
+    _keep_known(run_dir, url, known - gone)
     return sent
 
 # %% ../nbs/06d_remote_runs.ipynb #b1d1d1a1
@@ -105,7 +109,7 @@ def fetch_run(
         for name in reversed(names):
             problems = _fetch_checkpoint(store, root, name, run_dir / "checkpoints")
             if not problems:
-                write_json(run_dir / ".sent.json", sorted(_known_here(run_dir) | {name}))
+                _keep_known(run_dir, url, {*_known(run_dir).get(url, []), name})
                 return run_dir / "checkpoints" / name
             _note([f"passed over {url}/checkpoints/{name}: {_first(problems)}"])
     return None

@@ -1,13 +1,16 @@
 "Comparing checkpoints, and a certificate of a real run."
 
 import json
+import signal
+import sys
 
+import psutil
 import pytest
 import torch
 from torch import nn
 
 from llm_from_scratch import train
-from llm_from_scratch.certify import certify, compare_checkpoints, compare_metrics
+from llm_from_scratch.certify import _started, _train_until_killed, certify, compare_checkpoints, compare_metrics
 from llm_from_scratch.checkpointing import main, save_checkpoint
 from llm_from_scratch.env import UserError
 
@@ -27,6 +30,9 @@ def save(folder, **values):
     ({"t": torch.zeros(2)}, {"t": torch.zeros(2).bfloat16()}, "progress t: float32 (2,) and bfloat16 (2,)"),
     ({"t": torch.tensor([1, 2**60])}, {"t": torch.tensor([1, 2**60 + 1])}, "progress t: "),
     ({"t": torch.tensor([0.0])}, {"t": torch.tensor([-0.0])}, "progress t: "),
+    ({"t": torch.tensor(1.0)}, {"t": torch.tensor(1.5)}, "progress t: 1 of 1 values differ, by at most 0.5"),
+    ({"t": torch.tensor([0.0, float("nan"), 1.0])}, {"t": torch.tensor([-0.0, float("nan"), 1.0])}, "progress t: 1 of 3 values differ"),
+    ({"t": torch.eye(2)}, {"t": 2 * torch.eye(2).T}, "progress t: 2 of 4 values differ, by at most 1"),
     ({"t": torch.tensor([True, False])}, {"t": torch.tensor([True, True])}, "progress t: 1 of 2 values differ, by at most 1"),
 ])
 def test_every_difference_has_its_name(tmp_path, one, other, words):
@@ -69,6 +75,23 @@ def test_a_real_run_is_certified(tmp_path, capsys, num_ranks):
     assert "the same run, to the last bit" in capsys.readouterr().out
     certificate = json.loads((tmp_path / "run" / "certificate.json").read_text())
     assert certificate["same"] and certificate["killed_after_step"] >= 4 and certificate["num_ranks"] == num_ranks
+
+
+def test_a_copy_that_ended_before_its_kill_is_no_pass(tmp_path, monkeypatch):
+    for code in (0, 3):
+        monkeypatch.setattr("llm_from_scratch.certify._command", lambda arguments, num_ranks: [sys.executable, "-c", f"raise SystemExit({code})"])
+        with pytest.raises(UserError, match=f"ended with exit code {code} before it was killed"):
+            _train_until_killed([], 1, tmp_path, step=1, delay=0)
+
+
+def test_the_kill_reaches_workers_in_sessions_of_their_own(tmp_path, monkeypatch):
+    launcher = "import subprocess, sys, time; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True).pid, flush=True); time.sleep(60)"
+    monkeypatch.setattr("llm_from_scratch.certify._command", lambda arguments, num_ranks: [sys.executable, "-c", launcher])
+    with _started([], 2) as process:
+        worker = psutil.Process(int(process.stdout.readline()))
+        assert worker.is_running()
+    assert process.returncode == -signal.SIGKILL
+    assert psutil.wait_procs([worker], timeout=10)[1] == []
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):

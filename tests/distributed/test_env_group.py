@@ -3,7 +3,6 @@ import socket
 import subprocess
 import sys
 
-
 CODE = """
 import os
 from pathlib import Path
