@@ -3,6 +3,7 @@ import json
 import multiprocessing
 import pickle
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -179,10 +180,11 @@ def test_processes_that_fill_one_cache_agree(tmp_path):
     assert len([path for path in (tmp_path / "cache" / "shards").iterdir() if path.is_dir()]) == 1
 
 
-def test_documents_left_out_are_counted_in_the_manifest(tmp_path):
-    for number in range(10): (tmp_path / f"page-{number}.txt").write_text(f"page {number}")
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    shards = cached_shards(DataConfig(val_fraction=0.3), ByteTokenizer(), sorted(tmp_path.glob("*.txt")), "train", tmp_path / "cache")
+def test_documents_left_out_are_counted_in_the_manifest(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # names decide the split: they must not hold the folder's
+    for number in range(10): Path(f"page-{number}.txt").write_text(f"page {number}")
+    Path("latin.txt").write_bytes(b"caf\xe9")
+    shards = cached_shards(DataConfig(val_fraction=0.3), ByteTokenizer(), sorted(Path().glob("*.txt")), "train", tmp_path / "cache")
     reading = shards.manifest["extra"]["reading"]
     assert reading["read"] == 11 and reading["kept"] == reading["encoded"] == 10
 
