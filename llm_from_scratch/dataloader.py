@@ -8,7 +8,7 @@ __all__ = ['IGNORED', 'LEAST', 'DEFAULT_WINDOW', 'Batch', 'pad_rows', 'stage_tok
            'loader_state', 'renew_state', 'restore_loader', 'set_weights', 'report', 'loader_options', 'endless']
 
 # %% ../nbs/02b_dataloader.ipynb #c5ef5030
-import os
+import mmap
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, fields
@@ -52,11 +52,11 @@ class Batch:
 # %% ../nbs/02b_dataloader.ipynb #b42bb475
 def pad_rows(
     tokens: np.ndarray, # (B, T + 1), is changed
-    filled: np.ndarray, # (B,) tokens in each row
+    filled: np.ndarray | None, # (B,) tokens in each row; None: all are full
     pad_id: int,        # input where there is no token
 ) -> np.ndarray:        # (B, T + 1) labels: the tokens themselves where all rows are full
     "Pad rows in place and make labels that ignore the padding."
-    if filled.min() == tokens.shape[1]: return tokens
+    if filled is None or filled.min() == tokens.shape[1]: return tokens
     labels = tokens.copy()
     for row in np.flatnonzero(filled < tokens.shape[1]).tolist():
         tokens[row, max(0, filled[row] - 1):] = pad_id
@@ -67,34 +67,32 @@ def pad_rows(
 def stage_tokens(
     shards: TokenShards,    # the maps
     spans: Spans,           # what to read
-    filled: np.ndarray,     # (B,) tokens in each row
-    seq_len: int,           # T
+    filled: np.ndarray | None, # (B,) tokens in each row; None: all are full
+    shape: tuple[int, int], # B, T
     *,
     pad_id: int = 0,        # input where there is no token
     pinned: bool = False,   # in memory that a GPU reads directly
 ) -> tuple[torch.Tensor, torch.Tensor]:  # (B, T) inputs, (B, T) targets: views of buffers of T + 1 columns
     "Read rows into a new staging buffer; what they don't fill has inputs pad_id and targets IGNORED."
-    shape = len(filled), seq_len + 1
-    tokens = torch.empty(shape, dtype=torch.int64, pin_memory=True) if pinned else torch.from_numpy(np.empty(shape, np.int64))
-    labels = pad_rows(read_rows(shards.shards, spans, tokens.numpy()), filled, pad_id)
-    if not pinned: return torch.from_numpy(tokens.numpy()[:, :-1]), torch.from_numpy(labels[:, 1:]) # NumPy slices sooner than torch, which shows in small batches
-    is_padded = filled.min() <= seq_len
-    targets = torch.from_numpy(labels).pin_memory() if is_padded else tokens
-    return tokens[:, :-1], targets[:, 1:]
+    shape = shape[0], shape[1] + 1
+    buffer = torch.empty(shape, dtype=torch.int64, pin_memory=True) if pinned else None
+    tokens = np.empty(shape, np.int64) if buffer is None else buffer.numpy()
+    labels = pad_rows(read_rows(shards.shards, spans, tokens), filled, pad_id)
+    if buffer is None: return torch.from_numpy(tokens[:, :-1]), torch.from_numpy(labels[:, 1:]) # NumPy slices sooner than torch, which shows in small batches
+    return buffer[:, :-1], (buffer if labels is tokens else torch.from_numpy(labels).pin_memory())[:, 1:]
 
 # %% ../nbs/02b_dataloader.ipynb #a2b4f472
 def stage_documents(
     shards: TokenShards, # with the starts of their documents
     spans: Spans,        # what the rows are made of
-    filled: np.ndarray,  # (B,) tokens in each row
-    seq_len: int,        # T
+    filled: np.ndarray | None, # (B,) tokens in each row; None: all are full
+    shape: tuple[int, int], # B, T
 ) -> tuple[torch.Tensor, torch.Tensor]:  # (B, T) positions, (B, T) doc_ids
     "Positions within documents and document numbers of rows; -1 is the number of what is no document."
-    doc_ids, positions = mark_documents(document_borders(shards.starts, spans, len(filled), seq_len))
-    if filled.min() <= seq_len:
-        for row in np.flatnonzero(filled <= seq_len).tolist():
-            end = max(0, filled[row] - 1)
-            doc_ids[row, end:], positions[row, end:] = -1, 0
+    doc_ids, positions = mark_documents(document_borders(shards.starts, spans, *shape))
+    for row in () if filled is None else np.flatnonzero(filled <= shape[1]).tolist():
+        end = max(0, filled[row] - 1)
+        doc_ids[row, end:], positions[row, end:] = -1, 0
     return torch.from_numpy(positions), torch.from_numpy(doc_ids)
 
 # %% ../nbs/02b_dataloader.ipynb #c0298bed
@@ -105,12 +103,15 @@ def check_sizes(
     "UserError where a shard's file is shorter than when it was opened."
     if not isinstance(shards.shards, list): return
     for number in set(spans.shards.tolist()):
-        path, expected = f"{shards.path}/{number:05d}.bin", shards.shards[number].nbytes
-        try: found = os.stat(path).st_size
-        except FileNotFoundError: continue # the map keeps what was unlinked
+        expected, found = shards.shards[number].nbytes, _mapped_bytes(shards.shards[number])
         if found < expected:
             first = int(spans.starts[spans.shards == number].min())
-            raise UserError(f"{path}: {found} bytes, but it had {expected} when it was opened: shard {number:05d} can't be read at token {first}; put the whole file back, or write the shards again")
+            raise UserError(f"{shards.path}/{number:05d}.bin: {found} bytes, but it had {expected} when it was opened: shard {number:05d} can't be read at token {first}; put the whole file back, or write the shards again")
+
+def _mapped_bytes(shard: np.ndarray) -> int: # of the file now, also when its name is gone
+    base = shard.base
+    while base is not None and type(base) is not mmap.mmap: base = base.base
+    return shard.nbytes if base is None else base.size()
 
 # %% ../nbs/02b_dataloader.ipynb #db43791c
 class TicketReader:
@@ -130,15 +131,15 @@ class TicketReader:
         ticket: Ticket, # which rows, of what length
     ) -> Batch:
         "Read the rows; UserError where a shard has shrunk."
-        num_rows, seq_len = len(ticket.row_ids), ticket.seq_len
-        spans = self.plan.spans(ticket.row_ids if ticket.row_ids[-1] != FILLER else ticket.row_ids[ticket.row_ids != FILLER])
+        row_ids, shape = ticket.row_ids, (len(ticket.row_ids), ticket.seq_len)
+        spans = self.plan.spans(row_ids if row_ids[-1] != FILLER else row_ids[row_ids != FILLER])
         check_sizes(self.shards, spans)
-        filled = spans.filled(num_rows)
-        tokens = stage_tokens(self.shards, spans, filled, seq_len, pad_id=self.pad_id, pinned=self.pinned)
-        if self.document_mask: return Batch(*tokens, *stage_documents(self.shards, spans, filled, seq_len), torch.from_numpy(ticket.row_ids))
-        if (num_rows, seq_len) not in self.unmasked:
-            self.unmasked[num_rows, seq_len] = torch.arange(seq_len).expand(num_rows, -1), torch.zeros(1, dtype=torch.int64).expand(num_rows, seq_len)
-        return Batch(*tokens, *self.unmasked[num_rows, seq_len], torch.from_numpy(ticket.row_ids))
+        filled = spans.filled(shape[0])
+        tokens = stage_tokens(self.shards, spans, filled, shape, pad_id=self.pad_id, pinned=self.pinned)
+        if self.document_mask: return Batch(*tokens, *stage_documents(self.shards, spans, filled, shape), torch.from_numpy(row_ids))
+        if shape not in self.unmasked:
+            self.unmasked[shape] = torch.arange(shape[1]).expand(shape), torch.zeros(1, dtype=torch.int64).expand(shape)
+        return Batch(*tokens, *self.unmasked[shape], torch.from_numpy(row_ids))
 
 # %% ../nbs/02b_dataloader.ipynb #e4bba18a
 LEAST = dict(batch_size=1, seq_len=1, world_size=1, seed=0, prefetch_batches=0, num_workers=0)
