@@ -200,17 +200,26 @@ def document_borders(
 
 # %% ../nbs/02ac_row_plans.ipynb #2fc2e847
 def mark_documents(
-    borders: np.ndarray,             # (B, T) bool, from `document_borders`
-) -> tuple[np.ndarray, np.ndarray]:  # (B, T) int64 document numbers within the row, (B, T) int64 positions within the document
+    borders: np.ndarray, # (B, T) bool, from `document_borders`
+    *,
+    out: tuple[np.ndarray, np.ndarray] | None = None, # two arrays (B, T) int64 to fill; None: new ones
+) -> tuple[np.ndarray, np.ndarray]: # (B, T) document numbers within the row, (B, T) positions within the document
     "Number a row's documents from 0 and the tokens of each from 0."
+    doc_ids, positions = out or (np.empty(borders.shape, np.int64), np.empty(borders.shape, np.int64))
+    num_rows = max(1, 2**15 // borders.shape[1])
+    for at in range(0, len(borders), num_rows): _mark(borders[at:at + num_rows], doc_ids[at:at + num_rows], positions[at:at + num_rows])
+    return doc_ids, positions
+
+def _mark(borders: np.ndarray, doc_ids: np.ndarray, positions: np.ndarray) -> None:
     heads = borders.copy()
     heads[:, 0] = True
     begins, row_len = np.flatnonzero(heads), borders.shape[1]
     lengths = np.diff(begins, append=borders.size)
-    numbers = np.arange(len(begins)) - np.searchsorted(begins, begins // row_len * row_len)
-    positions = np.arange(borders.size)
-    positions -= np.repeat(begins, lengths)
-    return np.repeat(numbers, lengths).reshape(borders.shape), positions.reshape(borders.shape)
+    doc_ids[:] = np.repeat(np.arange(len(begins)) - np.searchsorted(begins, begins // row_len * row_len), lengths).reshape(borders.shape)
+    np.subtract(_counting(borders.size).reshape(borders.shape), np.repeat(begins, lengths).reshape(borders.shape), out=positions)
+
+@lru_cache(64)
+def _counting(count: int) -> np.ndarray: return np.arange(count)
 
 # %% ../nbs/02ac_row_plans.ipynb #fec9051d
 def cut_documents(
