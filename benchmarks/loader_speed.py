@@ -5,7 +5,8 @@
 The same random tokens as token shards, as an Arrow data set of Hugging Face datasets (torch format), as litdata's chunks
 and as one memory-mapped file; rows of 2,048 in batches of 16 (or what --batch says), int64 inputs and targets out. The floor is memcpy of as many
 bytes as the batches have, one after the other, from an array that no cache holds. One process, one core, one run in ten
-rounds, of which the median counts; whatever is not installed is left out. Prints a table, appends a line to results/loader_speed.jsonl.
+rounds, of which the median counts, with the C library's allocator set as training sets it (for all of them); whatever is not
+installed is left out. Prints a table, appends a line to results/loader_speed.jsonl.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import torch
 
 from llm_from_scratch.dataloader import TokenLoader, endless
 from llm_from_scratch.env import environment_report
+from llm_from_scratch.launch import keep_freed_memory
 from llm_from_scratch.token_shards import open_shards, write_shards
 
 RESULTS = Path(__file__).parent / "results" / "loader_speed.jsonl"
@@ -99,6 +101,7 @@ def main() -> None:
     options = parser.parse_args()
     batch = options.batch
     torch.set_num_threads(1)
+    keep_freed_memory()
     random = np.random.default_rng(0)
     tokens = random.integers(0, 50_000, options.million_tokens * 10**6).astype("<u2")
     with tempfile.TemporaryDirectory() as name:
