@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['Count', 'Positive', 'Share', 'PRESETS', 'suggest', 'Section', 'round_up', 'ModelConfig', 'TokenizerConfig',
            'DataConfig', 'TrainConfig', 'OptimConfig', 'EvalConfig', 'CheckpointConfig', 'EngineConfig', 'LogConfig',
-           'Config', 'merge', 'replace', 'config_hash', 'StrictLoader', 'read_yaml', 'to_yaml', 'options_of', 'explain',
-           'build_config', 'load_preset', 'dash_options', 'CommandParser', 'add_config_options', 'read_mapping',
-           'chosen_values']
+           'GuardConfig', 'Config', 'merge', 'replace', 'config_hash', 'StrictLoader', 'read_yaml', 'to_yaml',
+           'options_of', 'explain', 'build_config', 'load_preset', 'dash_options', 'CommandParser',
+           'add_config_options', 'read_mapping', 'chosen_values']
 
 # %% ../nbs/00a_config.ipynb #c085e031
 import argparse
@@ -145,10 +145,20 @@ class TrainConfig(Section):
     global_batch: Positive = Field(8, description="rows an optimizer step, over all ranks")
     micro_batch: Positive = Field(8, description="rows a forward pass on one rank, at most")
     seq_len: Positive = Field(256, description="tokens a row")
-    dtype: Literal["auto", "fp32", "bf16"] = Field("auto", description="arithmetic of matrix products; auto: bf16 where the device has it")
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field("auto", description="arithmetic of matrix products; auto: bf16 where the device has it; fp16 scales the loss")
+    weights: Literal["fp32", "bf16"] = Field("fp32", description="type the model's weights are held in; bf16: the optimizer keeps them in fp32, too")
+    loss_scale: float = Field(65536.0, gt=0, description="fp16: first factor of the loss")
+    loss_scale_growth: float = Field(2.0, gt=1, description="fp16: the factor grows so much after loss_scale_interval good steps")
+    loss_scale_backoff: float = Field(0.5, gt=0, lt=1, description="fp16: the factor shrinks so much after an overflow")
+    loss_scale_interval: Positive = Field(2000, description="fp16: good steps in a row before the factor grows")
     compile: Literal["auto", "always", "never"] = Field("auto", description="torch.compile; auto: on a GPU only")
     num_threads: Positive | None = Field(None, description="CPU threads a rank; none: the cores shared among the local ranks")
     init_from: str | None = Field(None, description="run or checkpoint whose weights to start from")
+
+    @model_validator(mode="after")
+    def check_types(self):
+        if self.weights == "bf16" and self.dtype == "fp16": raise ValueError("weights in bf16 can't be multiplied in fp16; take dtype auto or bf16")
+        return self
 
 # %% ../nbs/00a_config.ipynb #77fe4b70
 class OptimConfig(Section):
@@ -157,14 +167,27 @@ class OptimConfig(Section):
     lr: Annotated[float, Field(gt=0)] | None = Field(None, description="peak learning rate of AdamW; none: 0.01 beside Muon, 0.003 alone")
     muon_lr: float = Field(2e-2, gt=0, description="peak learning rate of Muon")
     min_lr_ratio: Share = Field(0.1, description="final learning rate as a share of the peak")
-    warmup_steps: Count | None = Field(None, description="steps to the peak; none: a twentieth of the run, at most 2000")
-    schedule: Literal["cosine"] = Field("cosine", description="shape after the warmup")
+    warmup_steps: Count | None = Field(None, description="steps to the peak; none: a twentieth of the run, at least 2 / (1 - beta2) if the run has ten times that, at most 2000")
+    schedule: Literal["cosine", "linear", "wsd", "constant", "breathing"] = Field("cosine", description="shape after the warmup; wsd: stable, then linear decay")
+    decay_share: float = Field(0.2, gt=0, le=1, description="wsd: share of the run that decays")
+    breathing_hold_steps: Positive = Field(1000, description="breathing: steps at the same rate before the decay")
+    breathing_decay: float = Field(0.9995, gt=0, lt=1, description="breathing: factor of a step's decay")
+    breathing_threshold: float = Field(0.003, gt=0, description="breathing: relative change of the smoothed gradient norm that counts as quiet")
+    breathing_quiet_steps: Positive = Field(500, description="breathing: quiet steps in a row that freeze the rate")
+    breathing_freeze_steps: Positive = Field(2000, description="breathing: steps in which evaluations alone decide")
+    breathing_raise: float = Field(1.2, ge=1, description="breathing: factor of the rate when validation improved, never above the peak")
+    plateau_evals: Count = Field(0, description="evaluations without a better validation loss that lower the rate; 0: none do")
+    plateau_factor: float = Field(0.5, gt=0, lt=1, description="what a plateau multiplies the rate by")
     weight_decay: float = Field(0.1, ge=0, description="decoupled decay of matrices; nothing one-dimensional decays")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay of the first moment")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's decay of the second moment")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
     muon_momentum: float = Field(0.95, ge=0, lt=1, description="Muon's momentum")
     max_grad_norm: float = Field(1.0, gt=0, description="gradients are scaled down to this global norm")
+    clip: Literal["global", "groups", "dynamic"] = Field("global", description="limit of the norm: max_grad_norm; measured by layer group; a multiple of the running mean")
+    clip_percentile: float = Field(95.0, gt=0, le=100, description="groups: percentile of the first norms that becomes a group's limit")
+    clip_steps: Positive = Field(100, description="groups, dynamic: steps measured first, under max_grad_norm")
+    clip_multiple: float = Field(2.0, gt=0, description="dynamic: limit over the running mean")
 
     @property
     def adamw_lr(self) -> float: return self.lr or (3e-3 if self.kind == "adamw" else 1e-2)
@@ -172,7 +195,12 @@ class OptimConfig(Section):
     def warmup(self, total_steps: int) -> int:
         "Warmup steps of a run of `total_steps`."
         if self.warmup_steps is not None: return self.warmup_steps
-        return min(2000, max(1, total_steps // 20))
+        floor = min(round(2 / (1 - self.beta2)), total_steps // 10)
+        return min(2000, max(1, floor, total_steps // 20))
+
+    def check_zero_stage(self, zero_stage: int) -> None:
+        "Raise ValueError where no rank holds the whole gradients that clipping by group measures."
+        if self.clip == "groups" and zero_stage >= 2: raise ValueError(f"optim.clip groups needs whole gradients, ZeRO-{zero_stage} spreads them over the ranks; use global")
 
 # %% ../nbs/00a_config.ipynb #2182e5e2
 class EvalConfig(Section):
@@ -214,6 +242,15 @@ class LogConfig(Section):
     every_steps: Positive = Field(1, description="steps between lines of metrics.jsonl")
     tensorboard: bool = Field(True, description="write TensorBoard events")
 
+class GuardConfig(Section):
+    "What sends a run back to its last checkpoint."
+    enabled: bool = Field(False, description="go back after a spike, skip the rows since then, lower the rate")
+    norm_multiple: float = Field(10.0, gt=1, description="a spike: gradient norm over its running median")
+    loss_rise: float = Field(1.0, gt=0, description="a spike, too: nats a token above the running median")
+    window: Annotated[int, Field(ge=4)] = Field(100, description="steps of the running median; the first ones only fill it")
+    lr_factor: float = Field(0.8, gt=0, le=1, description="what the learning rate is multiplied by each time")
+    max_times: Count = Field(3, description="times that the run goes back; later spikes are only logged")
+
 # %% ../nbs/00a_config.ipynb #a7fd9e6a
 class Config(Section):
     "Everything that a run needs to know."
@@ -226,6 +263,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     engine: EngineConfig = EngineConfig()
     log: LogConfig = LogConfig()
+    guard: GuardConfig = GuardConfig()
 
     @model_validator(mode="after")
     def check_sections(self):
@@ -238,6 +276,7 @@ class Config(Section):
         if self.tokenizer.path is None and has is not None and has != wanted:
             raise ValueError(f"model.vocab_size {has} differs from tokenizer.vocab_size {wanted}; leave out model.vocab_size")
         self.data.check_vocabulary(has or wanted)
+        self.optim.check_zero_stage(getattr(self.engine, "zero_stage", 0))
         return self
 
 # %% ../nbs/00a_config.ipynb #fc3cfcfd
