@@ -20,7 +20,8 @@ setup(
     license="Apache-2.0",
     keywords=settings["keywords"],
     python_requires=">=" + settings["min_python"],
-    packages=find_packages(include=["llm_from_scratch", "llm_from_scratch.*"]),
+    packages=[*find_packages(include=["llm_from_scratch", "llm_from_scratch.*"]), "llm_from_scratch.kernels"],
+    package_dir={"llm_from_scratch.kernels": "kernels"},
     include_package_data=True,
     install_requires=settings["requirements"].split(),
     extras_require={
