@@ -346,6 +346,10 @@ def check_memory(
     if needed > there:
         raise UserError(f"the model does not fit: weights, gradients and moments take at least {needed / 1e9:,.1f} GB and {there / 1e9:,.1f} GB "
                         f"of memory can be had ({device}); lower model.hidden_size, model.num_layers or tokenizer.vocab_size")
+    copied = training_bytes(config, vocab_size) * (3 if config.optim.kind == "adamw" else 2) // (4 if config.optim.kind == "adamw" else 3) # all but gradients
+    if device.type == "cpu" and config.checkpoint.background and needed + copied > there:
+        raise UserError(f"the model fits, a save in the background doesn't: its copy takes {copied / 1e9:,.1f} GB beside {needed / 1e9:,.1f} GB, and {there / 1e9:,.1f} GB "
+                        "of memory can be had; set checkpoint.background False, and training waits for each save")
 
 # %% ../nbs/07d_launch.ipynb #455bdacb
 MAX_READERS_A_CORE = 4 # waiting for a disk or a store, a few may share one
