@@ -96,7 +96,7 @@ class ModelConfig(Section):
 class TokenizerConfig(Section):
     "How the vocabulary is made, or which one is taken."
     path: str | None = Field(None, description="folder of a trained tokenizer; none: train one on the training split")
-    vocab_size: Annotated[int, Field(ge=8)] = Field(4096, description="pieces, special ones included")
+    vocab_size: Annotated[int, Field(ge=8, le=2**24)] = Field(4096, description="pieces, special ones included")
     kind: Literal["bpe", "unigram"] = Field("bpe", description="SentencePiece's algorithm")
     character_coverage: float = Field(0.9995, ge=0.98, le=1, description="share of characters that get a piece of their own")
     byte_fallback: bool = Field(True, description="spell other characters in bytes instead of unk")
@@ -147,7 +147,7 @@ class TrainConfig(Section):
     seq_len: Positive = Field(256, description="tokens a row")
     dtype: Literal["auto", "fp32", "bf16"] = Field("auto", description="arithmetic of matrix products; auto: bf16 where the device has it")
     compile: Literal["auto", "always", "never"] = Field("auto", description="torch.compile; auto: on a GPU only")
-    num_threads: Positive | None = Field(None, description="CPU threads a rank; none: the cores shared among the local ranks")
+    num_threads: Annotated[int, Field(ge=1, le=1024)] | None = Field(None, description="CPU threads a rank; none: the cores shared among the local ranks")
     init_from: str | None = Field(None, description="run or checkpoint whose weights to start from")
 
 # %% ../nbs/00a_config.ipynb #77fe4b70
