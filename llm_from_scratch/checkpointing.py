@@ -347,6 +347,7 @@ def _delete(path: Path) -> None:
     shutil.rmtree(path.rename(_temporary_sibling(path)))
 
 def _is_ours(path: Path) -> bool:
+    if path.is_symlink(): return False
     try: manifest = json.loads((path / "manifest.json").read_bytes())
     except (OSError, ValueError): return False
     return isinstance(manifest, dict) and manifest.get("kind") == "checkpoint"

@@ -128,7 +128,7 @@ class ModelConfig(PositionConfig, ExpertConfig):
 class TokenizerConfig(Section):
     "How the vocabulary is made, or which one is taken."
     path: str | None = Field(None, description="folder of a trained tokenizer; none: train one on the training split")
-    vocab_size: Annotated[int, Field(ge=8)] = Field(4096, description="pieces, special ones included")
+    vocab_size: Annotated[int, Field(ge=8, le=2**24)] = Field(4096, description="pieces, special ones included")
     kind: Literal["bpe", "unigram"] = Field("bpe", description="SentencePiece's algorithm")
     character_coverage: float = Field(0.9995, ge=0.98, le=1, description="share of characters that get a piece of their own")
     byte_fallback: bool = Field(True, description="spell other characters in bytes instead of unk")
@@ -185,7 +185,7 @@ class TrainConfig(Section):
     loss_scale_interval: Positive = Field(2000, description="fp16: good steps in a row before the factor grows")
     compile: Literal["auto", "always", "never"] = Field("auto", description="torch.compile; auto: on a GPU only")
     checkpoint_activations: str = Field("none", pattern=r"^(none|all|every-[1-9]\d*|\d+(\.\d+)?GB)$", description="blocks computed again in the backward pass: none, all, every-2, or what their activations may take, 6GB")
-    num_threads: Positive | None = Field(None, description="CPU threads a rank; none: the cores shared among the local ranks")
+    num_threads: Annotated[int, Field(ge=1, le=1024)] | None = Field(None, description="CPU threads a rank; none: the cores shared among the local ranks")
     init_from: str | None = Field(None, description="run or checkpoint whose weights to start from")
 
     @model_validator(mode="after")

@@ -152,7 +152,8 @@ def checkpoint_to_resume(
     if resume is None: return None
     if resume == "auto":
         newest, all_of_them = latest_checkpoint(run_dir / "checkpoints", kind="full", public_key=public_key), list_checkpoints(run_dir / "checkpoints")
-        if all_of_them and newest is None: raise UserError(f"none of the {len(all_of_them)} checkpoints of {run_dir} is whole; look with `python -m llm_from_scratch.checkpointing list {run_dir}`, or start in another --run-dir")
+        wanted, how = (f"whole and signed for {public_key}", f"verify {run_dir} --public-key {public_key}") if public_key else ("whole", f"list {run_dir}")
+        if all_of_them and newest is None: raise UserError(f"none of the {len(all_of_them)} checkpoints of {run_dir} is {wanted}; look with `python -m llm_from_scratch.checkpointing {how}`, or start in another --run-dir")
         return newest
     if not Path(resume).is_dir(): raise UserError(f"there is no checkpoint {resume}; --resume auto takes the newest whole one")
     return Path(resume)
@@ -176,8 +177,9 @@ def check_saving(
 ) -> None:                     # silent where a save can begin
     "UserError for a key that can't be used or lies in the run's folder, and for a local folder that can't be written."
     key, public, local = options.signing_key, options.require_signature, options.local_dir
-    if public: read_key(public, private=False)
-    if key: read_key(key, private=True)
+    checks, signs = public and read_key(public, private=False), key and read_key(key, private=True)
+    if public and key and checks != signs.public_key():
+        raise UserError(f"checkpoint.signing_key {key} and checkpoint.require_signature {public} are not a pair: the run could not load what it saves")
     if key and Path(key).resolve().is_relative_to(run_dir.resolve()):
         raise UserError(f"checkpoint.signing_key {key} lies in the run's folder {run_dir}: whoever gets a copy of the run could sign; keep the key elsewhere")
     if local and Path(local).exists() and not Path(local).is_dir(): raise UserError(f"checkpoint.local_dir {local} is a file; name a folder on a local disk")

@@ -632,3 +632,18 @@ def test_order_is_by_step_and_never_by_name_or_time(tmp_path):
     os.utime(tmp_path / "step_100000000", (0, 0))
     assert latest_checkpoint(tmp_path).name == "step_100000000"
     assert [checkpoint_step(path) for path in prune_checkpoints(tmp_path, keep=1)] == [5, 99_999_999]
+
+
+def test_links_and_strangers_in_the_folder_are_never_deleted(tmp_path):
+    folder = tmp_path / "checkpoints"
+    for step in (2, 4, 6):
+        save_checkpoint(folder, {"net": small_net()}, step=step)
+    elsewhere = folder.parent / "other-disk" / "step_00000002"
+    (folder / "step_00000002").rename(elsewhere.parent.mkdir() or elsewhere)
+    (folder / "step_00000002").symlink_to(elsewhere)
+    (folder / "step_00000003").symlink_to("nowhere")
+    (folder / "step_5").write_text("a file")
+    (folder / "step_00000005").mkdir()
+    assert [path.name for path in checkpointing.prune_checkpoints(folder, keep=1)] == ["step_00000004"]
+    assert {path.name for path in folder.iterdir()} == {"step_00000002", "step_00000003", "step_5", "step_00000005", "step_00000006"}
+    assert latest_checkpoint(folder).name == "step_00000006" and verify_checkpoint(elsewhere) == []

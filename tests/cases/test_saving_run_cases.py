@@ -42,6 +42,8 @@ def test_light_best_signed_and_local_first_then_resumed(options, tmp_path, monke
     state = load_checkpoint(run_dir / "checkpoints" / "step_00000007", {})
     assert state["config"]["train"]["steps"] == 7 and state["environment"]["packages"] and state["progress"]["step"] == 7
     assert train.main(["--run-dir", str(run_dir), "--resume", "auto", "--train.steps", "8"]) == 0
+    with pytest.raises(UserError, match="is whole and signed for .*wrong.public.pem; look with .*verify .* --public-key"):
+        train.main(["--run-dir", str(run_dir), "--resume", "auto", "--checkpoint.signing-key", "none", "--checkpoint.require-signature", str(make_keys(tmp_path / "wrong.pem")[1])])
     (run_dir / "checkpoints" / "step_00000008" / "manifest.sig").unlink()
     assert load_run(run_dir).step < 8
     with pytest.raises(UserError, match="is refused: it is not signed"):
@@ -51,6 +53,9 @@ def test_light_best_signed_and_local_first_then_resumed(options, tmp_path, monke
 def test_what_would_fail_at_the_first_save_is_refused_at_the_start(options, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "prepare_data", lambda config: pytest.fail("data were prepared"))
     (private, public), (inside, _) = make_keys(tmp_path / "run.pem"), make_keys(tmp_path / "run" / "keys" / "own.pem")
+    signed_for = ["--checkpoint.signing-key", str(make_keys(tmp_path / "other.pem")[0]), "--checkpoint.require-signature", str(public)]
+    with pytest.raises(UserError, match="other.pem and .*run.public.pem are not a pair"):
+        train.main([*options, *signed_for, "--train.steps", "3", "--run-dir", str(tmp_path / "run")])
     for option, value, words in [
         ("signing-key", tmp_path / "none.pem", "none.pem: the private key can't be read"),
         ("signing-key", public, "is not a private key"),
