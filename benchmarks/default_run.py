@@ -32,7 +32,7 @@ def compile_against_eager(config: Config, num_steps: int = 12) -> dict[str, floa
     for step in range(num_steps):
         for choice, training in runs.items():
             batch, began = next(batches[choice]), time.perf_counter()
-            set_lr(training.engine.optimizer, step, config.optim, config.train.steps)
+            set_lr(training.engine.optimizer, step, training.schedule)
             training.engine.train_step(split_batch(batch, config.train.micro_batch))
             seconds[choice].append(time.perf_counter() - began)
     ratio = statistics.median(seconds["always"][3:]) / statistics.median(seconds["never"][3:])

@@ -50,7 +50,7 @@ def shards(documents, tokenizer: Tokenizer, folder: Path):
 def train_and_score(config, data: Data) -> dict:
     training = build_training(config, data, Ranks())
     for batch in endless(training.loader):
-        set_lr(training.engine.optimizer, training.step, config.optim, config.train.steps)
+        set_lr(training.engine.optimizer, training.step, training.schedule)
         result = training.engine.train_step(split_batch(batch, config.train.micro_batch))
         training.step, training.tokens = training.step + 1, training.tokens + result.num_tokens
         if training.step == config.train.steps: return {"tokens": training.tokens, **validate(training)}

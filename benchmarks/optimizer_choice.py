@@ -35,7 +35,7 @@ def step_seconds(data, num_steps: int = 12) -> dict[str, float]:
     for step in range(num_steps):
         for kind, run in runs.items():
             batch, began = next(batches[kind]), time.perf_counter()
-            set_lr(run.engine.optimizer, step, run.config.optim, run.config.train.steps)
+            set_lr(run.engine.optimizer, step, run.schedule)
             run.engine.train_step(split_batch(batch, run.config.train.micro_batch))
             seconds[kind].append(time.perf_counter() - began)
     return {kind: statistics.median(times[2:]) for kind, times in seconds.items()}
@@ -44,7 +44,7 @@ def step_seconds(data, num_steps: int = 12) -> dict[str, float]:
 def train_and_score(config: Config, data) -> dict:
     training = build_training(config, data, Ranks())
     for batch in endless(training.loader):
-        set_lr(training.engine.optimizer, training.step, config.optim, config.train.steps)
+        set_lr(training.engine.optimizer, training.step, training.schedule)
         result = training.engine.train_step(split_batch(batch, config.train.micro_batch))
         training.step, training.tokens = training.step + 1, training.tokens + result.num_tokens
         if training.step == config.train.steps:

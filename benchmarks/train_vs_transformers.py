@@ -69,7 +69,7 @@ def compare(config: Config) -> dict[str, dict[str, list[float]]]:
     seen = {name: {"loss": [], "seconds": []} for name in ("ours", "transformers")}
     for step, batch in zip(range(config.train.steps), endless(training.loader)):
         began = time.perf_counter()
-        set_lr(training.engine.optimizer, step, optim, config.train.steps)
+        set_lr(training.engine.optimizer, step, training.schedule)
         loss = training.engine.train_step(split_batch(batch, config.train.micro_batch)).loss
         between = time.perf_counter()
         theirs = their_step(llama, optimizer, batch, schedule_lr(config, step), optim.max_grad_norm)

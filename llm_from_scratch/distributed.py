@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['MISTAKE', 'plan_batch', 'group_device', 'all_sum', 'gather_objects', 'broadcast_object', 'barrier', 'next_token_loss',
            'own_losses', 'Agreement', 'agree', 'sync_context', 'check_wiring', 'StepResult', 'Engine', 'prepare',
-           'take_step', 'engine_state', 'load_engine_state', 'parameter_hashes', 'ParityError', 'check_parity',
-           'speaks_first', 'mistake_elsewhere', 'watch_launcher']
+           'name_broken', 'take_step', 'engine_state', 'load_engine_state', 'parameter_hashes', 'ParityError',
+           'check_parity', 'speaks_first', 'mistake_elsewhere', 'watch_launcher']
 
 # %% ../nbs/05_distributed.ipynb #9c7ea3e9
 import ctypes
@@ -28,10 +28,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+# %% ../nbs/05_distributed.ipynb #59accc20
+from .clipping import Clipper, broken_gradients
+from .config import OptimConfig, TrainConfig
 from .dataloader import IGNORED, Batch
 from .env import Ranks, UserError, hash_json
 from .model import cross_entropy
-from .optim import clip_gradients, load_named_state, named_state, parameter_names
+from .optim import load_named_state, named_state, parameter_names
+from .precision import LossScaler, unscale_gradients
 
 # %% ../nbs/05_distributed.ipynb #34b30188
 def plan_batch(
@@ -170,12 +174,13 @@ class Engine:
         optimizer,              # from `build_optimizer`
         *,
         device: torch.device,   # batches are moved there
-        dtype: torch.dtype,     # bf16: autocast; weights and moments stay fp32
-        max_grad_norm: float,   # limit of the global norm
+        dtype: torch.dtype,     # 16 bits: autocast; weights and moments stay as they are
+        clipper: Clipper,       # of this model
         loss: Callable,         # (model, batch) -> summed loss
+        scaler: LossScaler | None = None, # fp16's
     ):
         self.model, self.wrapped, self.optimizer = model, wrapped, optimizer
-        self.device, self.dtype, self.max_grad_norm, self.loss = device, dtype, max_grad_norm, loss
+        self.device, self.dtype, self.clipper, self.loss, self.scaler = device, dtype, clipper, loss, scaler
         self.skipped, self.is_wired = Counter(), False
 
     def backward(
@@ -189,13 +194,18 @@ class Engine:
         with sync_context(self.wrapped, is_last):
             with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
                 loss = self.loss(self.wrapped, batch.to(self.device))
-            ((loss + own_losses(self.model, batch.to(self.device))) * scale).backward()
+            ((loss + own_losses(self.model, batch.to(self.device))) * (scale * self.scaler.scale if self.scaler else scale)).backward()
         return loss.detach()
 
-    def step(self) -> float:
-        "Clip, then move the weights; the norm before clipping. One that isn't finite moves nothing."
-        norm = clip_gradients(self.model.parameters(), max_norm=self.max_grad_norm).item()
-        if math.isfinite(norm): self.optimizer.step()
+    def step(self) -> float: # the norm before clipping; where it is finite on all ranks, the weights have moved
+        "Unscale, measure, agree, clip, move."
+        if self.scaler: unscale_gradients(self.model, self.scaler.scale)
+        norm = self.clipper.measure().item()
+        is_broken = all_sum(int(not math.isfinite(norm))) > 0
+        if self.scaler: self.scaler.update(is_broken)
+        if is_broken: return math.nan if math.isfinite(norm) else norm
+        self.clipper.clip()
+        self.optimizer.step()
         return norm
 
     def train_step(self, batches: list[Batch], *, stop: bool = False) -> StepResult: return take_step(self, batches, stop=stop)
@@ -210,19 +220,32 @@ def prepare(
     *,
     ranks: Ranks,               # more than one: the process group is open
     device: torch.device,       # of this rank
-    dtype: torch.dtype,         # of matrix products: fp32 or bf16
-    max_grad_norm: float,       # limit of the global gradient norm
+    dtype: torch.dtype,         # of matrix products: fp32, bf16 or fp16
+    max_grad_norm: float = 1.0, # limit of the global gradient norm
     compile: bool = False,      # compile the model's forward
     loss: Callable = next_token_loss, # (model, batch) -> loss summed over counted targets
+    clipper: Clipper | None = None,   # another way to clip than by the global norm
+    scaler: LossScaler | None = None, # fp16: another one than the default
 ) -> Engine:
     "An engine for this model; UserError for a dtype that it can't train in."
-    if dtype not in (torch.float32, torch.bfloat16): raise UserError(f"training in {dtype} needs a loss scaler; use bf16 or fp32")
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16): raise UserError(f"can't train in {dtype}; use bf16, fp16 or fp32")
     if compile: model.compile()
     wrapped = model
     if ranks.world_size > 1:
         devices = [device.index] if device.type == "cuda" else None
         wrapped = DistributedDataParallel(model, device_ids=devices, forward_sync_buffers=False, gradient_as_bucket_view=True)
-    return Engine(model, wrapped, optimizer, device=device, dtype=dtype, max_grad_norm=max_grad_norm, loss=loss)
+    clipper = clipper or Clipper(model, OptimConfig(max_grad_norm=max_grad_norm))
+    scaler = (scaler or LossScaler(TrainConfig())) if dtype == torch.float16 else None
+    return Engine(model, wrapped, optimizer, device=device, dtype=dtype, clipper=clipper, loss=loss, scaler=scaler)
+
+# %% ../nbs/05_distributed.ipynb #d2e2dce5
+def name_broken(
+    model: nn.Module,  # unwrapped; all ranks call this together
+) -> str:              # such as "head.weight and 3 more on rank 1"
+    "Where the gradients are not finite."
+    for rank, names in enumerate(gather_objects(broken_gradients(model), everywhere=True)):
+        if names: return f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} on rank {rank}"
+    return "the squares of finite gradients overflow"
 
 # %% ../nbs/05_distributed.ipynb #c98a7294
 def take_step(
@@ -243,7 +266,7 @@ def take_step(
     if not engine.is_wired: check_wiring(engine.model, engine.optimizer)
     engine.is_wired = True
     norm = engine.step()
-    reason = "" if math.isfinite(norm) else f"gradient norm is {norm}"
+    reason = "" if math.isfinite(norm) else f"gradient norm is {norm}: {name_broken(engine.model)}"
     if reason: engine.skipped[reason] += 1
     loss = all_sum(torch.stack(losses).double().sum().item()) / agreed.num_tokens
     return StepResult(loss, agreed.num_tokens, norm, bool(reason), agreed.stop, reason)
@@ -252,15 +275,18 @@ def take_step(
 def engine_state(
     engine: Engine,  # from `prepare`
 ) -> dict:           # not copied
-    "What a checkpoint needs besides the weights: moments by name and the tally of skipped steps."
-    return {"optimizer": named_state(engine.model, engine.optimizer), "skipped": dict(engine.skipped)}
+    "What a checkpoint needs besides the weights: moments by name, limits, loss scale, and the tally of skipped steps."
+    return {"optimizer": named_state(engine.model, engine.optimizer), "skipped": dict(engine.skipped),
+            "clipper": engine.clipper.state_dict(), "scaler": engine.scaler.state_dict() if engine.scaler else None}
 
 def load_engine_state(
     engine: Engine,   # prepared as the saved one was
     state: dict,      # from `engine_state`
 ) -> None:
-    "Take moments and tally from a checkpoint; UserError where they do not fit."
+    "Take all of it from a checkpoint; UserError where the moments do not fit."
     load_named_state(engine.model, engine.optimizer, state["optimizer"])
+    engine.clipper.load_state_dict(state["clipper"])
+    if engine.scaler and state["scaler"]: engine.scaler.load_state_dict(state["scaler"])
     engine.skipped = Counter(state["skipped"])
 
 # %% ../nbs/05_distributed.ipynb #61ab5be5

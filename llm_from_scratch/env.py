@@ -286,14 +286,13 @@ def has_fast_bf16(
 
 # %% ../nbs/00_env.ipynb #129a9a26
 def choose_dtype(
-    name: str,              # "auto", "fp32" or "bf16"
+    name: str,              # "auto", "fp32", "bf16" or "fp16"
     device: "torch.device", # where the products will run
 ) -> "torch.dtype":         # of the products; weights stay fp32
-    "Choose the precision, bfloat16 where it is fast; raises UserError for fp16, which needs a loss scaler."
+    "Choose the precision, bfloat16 where it is fast; raises UserError for another name."
     if name == "auto": return torch.bfloat16 if has_fast_bf16(device) else torch.float32
-    if name == "fp16": raise UserError("dtype fp16 needs a loss scaler, which training does not have; take auto, fp32 or bf16")
-    dtypes = dict(fp32=torch.float32, bf16=torch.bfloat16)
-    if name not in dtypes: raise UserError(f"dtype {name!r} is unknown; take auto, fp32 or bf16")
+    dtypes = dict(fp32=torch.float32, bf16=torch.bfloat16, fp16=torch.float16)
+    if name not in dtypes: raise UserError(f"dtype {name!r} is unknown; take auto, fp32, bf16 or fp16")
     return dtypes[name]
 
 # %% ../nbs/00_env.ipynb #bbb392a5

@@ -32,7 +32,7 @@ from llm_from_scratch.config import (
 )
 from .env import Ranks, UserError, environment_fingerprint, environment_report, hash_json, usable_cores
 from .model import expected_shapes
-from .optim import lr_at
+from .optim import Schedule
 from .signatures import read_key
 from .tokenizer import Tokenizer
 
@@ -78,7 +78,7 @@ def schedule_lr(
 ) -> float:         # AdamW's learning rate
     "The learning rate of one step under a configuration."
     optim, steps = config.optim, config.train.steps
-    return lr_at(step, peak=optim.adamw_lr, floor=optim.adamw_lr * optim.min_lr_ratio, warmup=optim.warmup(steps), total=steps, kind=optim.schedule)
+    return Schedule(optim, steps).lr(step, peak=optim.adamw_lr, floor=optim.adamw_lr * optim.min_lr_ratio)
 
 # %% ../nbs/07d_launch.ipynb #1e132fa6
 def check_resume(

@@ -9,6 +9,9 @@ __all__ = ['exchange', 'MasterWeights', 'unscale_gradients', 'LossScaler']
 import torch
 from torch import nn
 
+# %% ../nbs/03ac_precision.ipynb #4e6af4b1
+from .config import TrainConfig
+
 # %% ../nbs/03ac_precision.ipynb #5bb03644
 def exchange(
     parameter: nn.Parameter,  # keeps its identity
@@ -63,13 +66,9 @@ class LossScaler:
 
     def __init__(
         self,
-        *,
-        scale: float = 65536.0,  # first factor
-        growth: float = 2.0,     # factor of the factor after so many good steps
-        backoff: float = 0.5,    # and after an overflow
-        interval: int = 2000,    # good steps in a row before it grows
+        cfg: TrainConfig,  # first factor, growth, backoff and interval
     ):
-        self.scale, self.growth, self.backoff, self.interval, self.num_good = scale, growth, backoff, interval, 0
+        self.cfg, self.scale, self.num_good = cfg, cfg.loss_scale, 0
 
     def update(
         self,
@@ -77,8 +76,8 @@ class LossScaler:
     ) -> None:
         "Choose the factor of the next step."
         self.num_good = 0 if skipped else self.num_good + 1
-        if skipped: self.scale *= self.backoff
-        if self.num_good == self.interval: self.scale, self.num_good = self.scale * self.growth, 0
+        if skipped: self.scale *= self.cfg.loss_scale_backoff
+        if self.num_good == self.cfg.loss_scale_interval: self.scale, self.num_good = self.scale * self.cfg.loss_scale_growth, 0
 
     def state_dict(self) -> dict: return {"scale": self.scale, "num_good": self.num_good}
     def load_state_dict(self, state: dict) -> None: self.scale, self.num_good = state["scale"], state["num_good"]

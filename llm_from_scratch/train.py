@@ -5,10 +5,12 @@
 # %% auto #0
 __all__ = ['PROGRESS', 'MAX_SKIPPED_STEPS', 'CODE_PROMPTS', 'FOLDER', 'Data', 'prepare_data', 'Training', 'wants_compile',
            'build_training', 'follow_mix', 'check_ranks', 'open_saver', 'save', 'resume', 'validate', 'split_batch',
-           'save_if_due', 'is_finite', 'fit', 'write_on', 'is_code', 'sample_prompts', 'closing_evaluation',
-           'show_start', 'show_end', 'watch_and_fit', 'share_of_peak', 'tell', 'run', 'main', 'hold_and_run']
+           'save_if_due', 'is_over', 'go_back', 'train_on', 'fit', 'write_on', 'is_code', 'sample_prompts',
+           'closing_evaluation', 'show_start', 'show_end', 'watch_and_fit', 'share_of_peak', 'tell', 'run', 'main',
+           'hold_and_run']
 
 # %% ../nbs/09_train.ipynb #aeefb6cb
+import logging
 import os
 import sys
 from argparse import Namespace
@@ -20,6 +22,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
+# %% ../nbs/09_train.ipynb #eab6db38
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -28,11 +31,12 @@ from .accounting import blocks_to_recompute
 from .artifacts import Lock, default_cache_dir, write_json
 from .attention_choice import choose_attention
 from .background_saves import BackgroundSaver, SaveSchedule, read_best
-from .checkpointing import checkpoint_step, load_checkpoint
+from .checkpointing import checkpoint_step, list_checkpoints, load_checkpoint, verify_checkpoint
 from .config import Config, replace
 from .dataloader import Batch, TokenLoader, endless, loader_options
 from llm_from_scratch.distributed import (
-    Engine, all_sum, broadcast_object, check_parity, gather_objects, mistake_elsewhere, next_token_loss, plan_batch, prepare, speaks_first, watch_launcher,
+    Engine, StepResult, all_sum, broadcast_object, check_parity, gather_objects, mistake_elsewhere, next_token_loss, plan_batch, prepare,
+    speaks_first, watch_launcher,
 )
 from .documents import REASONS, corpus_files, inputs_hash, is_validation, read_corpus
 from llm_from_scratch.env import (
@@ -41,6 +45,7 @@ from llm_from_scratch.env import (
 )
 from .eval import bits_per_byte, evaluate_loader, syntax_rate
 from .generate import complete
+from .guard import SpikeGuard
 from llm_from_scratch.launch import (
     DIVERGED, DONE, INTERRUPTED, STOPPED, USER_ERROR, StopRequest, check_memory, check_readers, check_resume, check_run_folder, check_same_data, check_saving, checkpoint_to_resume,
     again, claim_folder, keep_freed_memory, last_word, next_commands, remember_stop, remove_stub, repeated_stop, resolve, set_threads, weights_to_start_from,
@@ -49,8 +54,11 @@ from llm_from_scratch.launch import (
 from .mixing import mix_at, mix_notes
 from .model import Transformer, check_shapes, count_parameters, flops_per_token
 from .moe import build_model, router_report
-from .monitoring import MetricsWriter, Throughput, progress_bar, read_metrics, readable, utilisation, write_report
-from .optim import build_optimizer, set_lr
+from llm_from_scratch.monitoring import (
+    MetricsWriter, Throughput, progress_bar, read_metrics, readable, utilisation, write_report,
+)
+from .optim import Clipper, Schedule, build_optimizer, set_lr
+from .precision import LossScaler
 from .remote_runs import sync_run_folder, work_locally
 from .state_trees import capture_rng, restore_rng
 from .token_shards import TokenShards, cached_shards, encoded_tokenizer, find_encoded, left_out, open_encoded
@@ -95,7 +103,9 @@ class Training:
     loader: TokenLoader      # this rank's rows
     val_loader: TokenLoader  # this rank's held-out rows
     data: Data
-    step: int = 0            # optimizer steps done
+    schedule: Schedule       # of the learning rate
+    guard: SpikeGuard        # says when to go back
+    step: int = 0            # optimizer steps done, skipped ones included
     tokens: int = 0          # counted targets so far, all ranks
     skipped: int = 0         # steps whose gradient was not finite
     last_val: dict = field(default_factory=dict)  # newest val_loss and val_bpb
@@ -109,9 +119,12 @@ class Training:
     def model(self) -> Transformer: return self.engine.model
 
     @property
+    def position(self) -> int: return self.step - self.skipped # of the schedule: a skipped step does not move it
+
+    @property
     def parts(self) -> dict: # what a checkpoint saves and loads by its own state_dict
         "Everything with a state of its own."
-        return {"model": self.model, "engine": self.engine, "loader": self.loader, **self.extras}
+        return {"model": self.model, "engine": self.engine, "loader": self.loader, "schedule": self.schedule, "guard": self.guard, **self.extras}
 
 # %% ../nbs/09_train.ipynb #a714ecda
 def wants_compile(
@@ -141,15 +154,17 @@ def build_training(
     model.recomputed = blocks_to_recompute(train.checkpoint_activations, shape, min(train.micro_batch, train.global_batch // ranks.world_size), train.seq_len, dtype)
     check_shapes(model)
     if train.init_from: load_checkpoint(weights_to_start_from(train.init_from), {"model": model})
+    if train.weights == "bf16": model.bfloat16()
     loss = partial(next_token_loss, document_mask=config.data.document_mask)
-    engine = prepare(model, build_optimizer(model, config.optim), ranks=ranks, device=device, dtype=dtype,
-                     max_grad_norm=config.optim.max_grad_norm, compile=wants_compile(train.compile, device), loss=loss)
+    engine = prepare(model, build_optimizer(model, config.optim), ranks=ranks, device=device, dtype=dtype, compile=wants_compile(train.compile, device),
+                     loss=loss, clipper=Clipper(model, config.optim), scaler=LossScaler(train))
     rows = dict(batch_size=train.global_batch // ranks.world_size, seq_len=train.seq_len, rank=ranks.rank, world_size=ranks.world_size,
                 document_mask=config.data.document_mask)
     longest, window = max(config.data.lengths, default=0), config.model.max_seq_len
     if longest > window: raise UserError(f"data.lengths {longest} is above model.max_seq_len {window}; raise the latter")
     loader = TokenLoader(data.train, seed=train.seed, shuffle=config.data.shuffle, pad_id=data.tokenizer.pad_id, **rows, **loader_options(config.data, data.train))
-    training = Training(config, ranks, device, dtype, engine, loader, TokenLoader(data.val, shuffle=False, **rows), data, attention=reason)
+    training = Training(config, ranks, device, dtype, engine, loader, TokenLoader(data.val, shuffle=False, **rows), data,
+                        Schedule(config.optim, train.steps), SpikeGuard(config.guard), attention=reason)
     follow_mix(training)
     return training
 
@@ -229,7 +244,7 @@ def save_if_due(
     schedule: SaveSchedule,  # rank 0's decides where a clock has a say
     last: bool,              # no other step will come
     val_loss: float | None,  # where this step was evaluated
-) -> None:                   # UserError where the last save failed for good
+) -> str | None:             # what began: full, light, best; UserError where the last save failed for good
     "Begin what is due, and look at what is under way."
     if training.ranks.is_main: saver.reserve(training.parts)
     due = schedule.due(training.step, val_loss)
@@ -237,17 +252,52 @@ def save_if_due(
     if last and due != "best": due = "full"
     if due: save(training, saver, due)
     saver.check()
+    return due
 
 # %% ../nbs/09_train.ipynb #e6763854
 MAX_SKIPPED_STEPS = 10 # non-finite steps in a row that end a run
 
-def is_finite(
-    model: torch.nn.Module, # all of its parameters are looked at
-) -> bool:                  # False as soon as one value is not
-    "Whether no weight is NaN or infinite."
-    return all(bool(weight.isfinite().all()) for weight in model.parameters())
+def is_over(
+    training: Training, # after a step
+    in_a_row: int,      # skipped steps up to now
+) -> bool:              # more steps would change nothing
+    "Whether gradients stay broken at the smallest loss scale, or a weight is."
+    is_trying = training.engine.scaler is not None and training.engine.scaler.scale > 1
+    return in_a_row >= MAX_SKIPPED_STEPS and not is_trying or in_a_row > 0 and not all(bool(weight.isfinite().all()) for weight in training.model.parameters())
+
+def go_back(
+    training: Training,     # all ranks call this together
+    saver: BackgroundSaver, # its last full checkpoint is taken
+    reason: str,            # what the guard found
+    rows: list[list[int]],  # of the batches since then, on this rank
+) -> None:                  # without a checkpoint the run goes on as it is
+    "Restore weights and moments, lower the rate, and leave the rows since then out."
+    saver.wait()
+    options, places = training.config.checkpoint, list_checkpoints(saver.folder) if training.ranks.is_main else []
+    regular = (place for place in reversed(places) if checkpoint_step(place) % options.every_steps == 0) # an undisturbed run has no other
+    place = next((place for place in regular if not verify_checkpoint(place, kind="full", public_key=options.require_signature)), None)
+    place, everyone, tally = broadcast_object(place), gather_objects([*rows]), training.engine.skipped
+    if place:
+        load_checkpoint(place, {"model": training.model, "engine": training.engine}, verify=False)
+        training.engine.skipped = tally
+        training.schedule.lower(training.config.guard.lr_factor)
+        training.guard.note_return(training.step - checkpoint_step(place))
+    if training.ranks.is_main: logging.getLogger("llm_from_scratch").warning("spike", extra={"step": training.step, "reason": reason, "back_to": place and place.name, "rows": everyone if place else []})
 
 # %% ../nbs/09_train.ipynb #e7e6d61e
+def train_on(
+    training: Training, # at any step
+    batch: Batch,       # this rank's rows of the step
+    stop: bool,         # this rank wants to stop after it
+) -> tuple[StepResult, float]: # and the learning rate used
+    "Set the rate, take one step, count it."
+    train, rate = training.config.train, set_lr(training.engine.optimizer, training.position, training.schedule)
+    rows = max(1, train.micro_batch * train.seq_len // batch.inputs.shape[1])
+    result = training.engine.train_step(split_batch(batch, rows), stop=stop)
+    training.step, training.tokens, training.skipped = training.step + 1, training.tokens + result.num_tokens, training.skipped + result.skipped
+    follow_mix(training)
+    return result, rate
+
 def fit(
     training: Training,              # at any step; changed in place
     run_dir: Path,                   # gets the checkpoints
@@ -255,24 +305,26 @@ def fit(
     stop: StopRequest,               # asked once a step
 ) -> int:                            # DONE, STOPPED or DIVERGED, once the last checkpoint stands
     "Train until the last step, a stop, or divergence."
-    config, in_a_row, throughput = training.config, 0, Throughput()
+    config, in_a_row, throughput, recent = training.config, 0, Throughput(), []
     saver, schedule = open_saver(training, run_dir)
     with saver:
         for batch in endless(training.loader):
             if training.step >= config.train.steps: return DONE
-            rate = set_lr(training.engine.optimizer, training.step, config.optim, config.train.steps)
-            rows = max(1, config.train.micro_batch * config.train.seq_len // batch.inputs.shape[1])
-            result = training.engine.train_step(split_batch(batch, rows), stop=stop.reason is not None)
+            result, rate = train_on(training, batch, stop.reason is not None)
             throughput.add(result.num_tokens)
             routing = router_report(training.model) # of this rank's last micro-batch; a validation routes anew
-            training.step, training.tokens = training.step + 1, training.tokens + result.num_tokens
-            training.skipped, in_a_row = training.skipped + result.skipped, in_a_row + 1 if result.skipped else 0
-            follow_mix(training)
+            in_a_row = in_a_row + 1 if result.skipped else 0
+            if config.guard.enabled: recent.append(batch.row_ids.tolist())
+            reason = "" if result.skipped else training.guard.judge(result.loss, result.grad_norm)
+            if reason and training.guard.may_go_back: go_back(training, saver, reason, recent)
             last = training.step >= config.train.steps or result.stop
             with throughput.paused(): values = validate(training) if last or training.step % config.eval.every_steps == 0 else {}
+            is_regular = training.step % config.eval.every_steps == 0 # not the evaluation of a stop, which the undisturbed run does not have
+            training.schedule.observe(training.position - 1, grad_norm=None if result.skipped else result.grad_norm, val_loss=values["val_loss"] if is_regular else None)
             observe(training.step, throughput=throughput, loss=result.loss, lr=rate, grad_norm=result.grad_norm, tokens=training.tokens, **routing, **values)
-            if in_a_row == MAX_SKIPPED_STEPS or (in_a_row and not is_finite(training.model)): return DIVERGED
-            with throughput.paused(): save_if_due(training, saver, schedule, last, values.get("val_loss"))
+            if is_over(training, in_a_row): return DIVERGED
+            with throughput.paused(): due = save_if_due(training, saver, schedule, last, values.get("val_loss"))
+            if due in ("full", "best") and training.step % config.checkpoint.every_steps == 0: recent = []
             if result.stop: return STOPPED
 
 # %% ../nbs/09_train.ipynb #e5b32065
@@ -314,7 +366,7 @@ def closing_evaluation(
 ) -> tuple[dict, list[str]]:  # figures by name, and sample texts
     "The run's last figures: bits per byte, samples, and the share of functions that parse."
     options = training.config.eval
-    figures = {"steps": training.step, "tokens": training.tokens, "skipped steps": training.skipped, **training.last_val}
+    figures = {"steps": training.step, "tokens": training.tokens, "skipped steps": training.skipped, "undone steps": training.guard.num_lost, **training.last_val}
     prompts = sample_prompts(training, options.num_samples)
     samples = [text for number, prompt in enumerate(prompts) for text in write_on(training, prompt, 1, options.sample_tokens, seed=number)]
     if options.num_completions and is_code(training.config):

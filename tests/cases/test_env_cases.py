@@ -125,15 +125,14 @@ def test_fingerprint_ignores_the_host_and_sees_the_code():
         assert env.environment_fingerprint(report | {key: "other"}) != env.environment_fingerprint(report)
 
 
-def test_half_precision_only_where_it_is_fast_and_never_fp16():
+def test_half_precision_only_where_it_is_fast_and_fp16_only_by_name():
     cpu = torch.device("cpu")
     with patch.object(env, "cpu_flags", return_value={"avx2"}):
         assert env.choose_dtype("auto", cpu) == torch.float32
     with patch.object(env, "cpu_flags", return_value={"avx2", "amx_bf16"}):
         assert env.choose_dtype("auto", cpu) == torch.bfloat16
     for device in (cpu, torch.device("cuda", 0)):
-        with pytest.raises(UserError, match="loss scaler"):
-            env.choose_dtype("fp16", device)
+        assert env.choose_dtype("fp16", device) == torch.float16
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

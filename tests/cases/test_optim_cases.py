@@ -9,8 +9,8 @@ from llm_from_scratch.config import Config, ModelConfig, OptimConfig
 from llm_from_scratch.env import UserError
 from llm_from_scratch.launch import check_resume
 from llm_from_scratch.model import Transformer
-from llm_from_scratch.optim import (Muon, build_optimizer, clip_gradients, hidden_matrices, load_named_state, lr_at, named_state, orthogonalize,
-                                    param_groups, set_lr)
+from llm_from_scratch.optim import (Muon, Schedule, build_optimizer, clip_gradients, hidden_matrices, load_named_state, lr_at, named_state,
+                                    orthogonalize, param_groups, set_lr)
 
 CURVE = [0.25, 0.5, 0.75, 1.0, 1.0, 0.939711, 0.775, 0.55, 0.325, 0.160289, 0.1, 0.1]
 CONFIG = OptimConfig(kind="adamw", lr=1.0, min_lr_ratio=0.1, warmup_steps=4)
@@ -32,9 +32,9 @@ def small_transformer(**options):
 
 
 def train(model, optimizer, steps, cfg=CONFIG, total=10):
-    rates = []
+    rates, schedule = [], Schedule(cfg, total)
     for step in steps:
-        rates.append(set_lr(optimizer, step, cfg, total))
+        rates.append(set_lr(optimizer, step, schedule))
         ids = torch.randint(10, (4, 8), generator=torch.Generator().manual_seed(step))
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
@@ -51,7 +51,7 @@ def test_sch_1_the_value_returned_is_the_value_used():
     model = Tied()
     optimizer = build_optimizer(model, CONFIG)
     for step in range(12):
-        assert set_lr(optimizer, step, CONFIG, 10) == pytest.approx(CURVE[step], abs=1e-6)
+        assert set_lr(optimizer, step, Schedule(CONFIG, 10)) == pytest.approx(CURVE[step], abs=1e-6)
         assert {group["lr"] for group in optimizer.param_groups} == {optimizer.param_groups[0]["lr"]}
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
 
