@@ -146,7 +146,7 @@ class TrainConfig(Section):
     dtype: Literal["auto", "fp32", "bf16"] = Field("auto", description="arithmetic of matrix products; auto: bf16 where the device has it")
     compile: Literal["auto", "always", "never"] = Field("auto", description="torch.compile; auto: on a GPU only")
     num_threads: Positive | None = Field(None, description="CPU threads a rank; none: the cores shared among the local ranks")
-    init_from: str | None = Field(None, description="run or checkpoint whose weights to start from")
+    init_from: str | None = Field(None, description="run, checkpoint, or folder in Hugging Face's layout whose weights to start from")
 
 # %% ../nbs/00a_config.ipynb #77fe4b70
 class OptimConfig(Section):

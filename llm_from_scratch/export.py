@@ -61,8 +61,7 @@ def read_hf_shape(
     path = Path(path)
     fields = read_json(path / "config.json")
     if not isinstance(fields, dict): raise UserError(f"{path / 'config.json'} holds no fields")
-    tokenizer, reason = read_hf_tokenizer(path)
-    if reason: logging.getLogger("llm_from_scratch").warning(f"imported without a tokenizer: {reason}")
+    tokenizer, _ = read_hf_tokenizer(path)
     return config_from_hf(fields, tokenizer and tokenizer.vocab_size, str(path / "config.json")), tokenizer
 
 # %% ../nbs/07a_export.ipynb #cd8f8d9d
@@ -71,6 +70,7 @@ def import_hf(
 ) -> tuple[Transformer, Tokenizer | None]: # in evaluation mode, fp32, on the CPU
     "A Llama-shaped model of other people's; UserError naming what can't be taken."
     cfg, tokenizer = read_hf_shape(path)
+    if tokenizer is None: logging.getLogger("llm_from_scratch").warning(f"imported without a tokenizer: {read_hf_tokenizer(path)[1]}")
     with torch.random.fork_rng(devices=[]): model = Transformer(cfg).eval()
     model.load_state_dict(match_weights(model, our_tensors(read_tensors(path), cfg), source=str(path)), strict=False)
     return model, tokenizer

@@ -42,7 +42,7 @@ from .eval import bits_per_byte, evaluate_loader, syntax_rate
 from .generate import complete
 from llm_from_scratch.launch import (
     DIVERGED, DONE, INTERRUPTED, STOPPED, USER_ERROR, StopRequest, check_memory, check_resume, check_run_folder, check_same_data, checkpoint_to_resume,
-    again, claim_folder, interruptible, keep_freed_memory, last_word, next_commands, remember_stop, remove_stub, repeated_stop, resolve, set_threads, weights_to_start_from,
+    again, claim_folder, interruptible, keep_freed_memory, last_word, load_initial_weights, next_commands, remember_stop, remove_stub, repeated_stop, resolve, set_threads,
     write_run_folder,
 )
 from .mixing import mix_at, mix_notes
@@ -137,7 +137,7 @@ def build_training(
     check_memory(config, data.tokenizer.vocab_size, ranks, device)
     model = Transformer(replace(config, tokenizer={"vocab_size": data.tokenizer.vocab_size}, model={"vocab_size": data.tokenizer.vocab_size}).model).to(device)
     check_shapes(model)
-    if train.init_from: load_checkpoint(weights_to_start_from(train.init_from), {"model": model})
+    if train.init_from: load_initial_weights(train.init_from, model)
     loss = partial(next_token_loss, document_mask=config.data.document_mask)
     engine = prepare(model, build_optimizer(model, config.optim), ranks=ranks, device=device, dtype=dtype,
                      max_grad_norm=config.optim.max_grad_norm, compile=wants_compile(train.compile, device), loss=loss)
