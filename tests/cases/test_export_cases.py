@@ -1,10 +1,12 @@
 "Other people's weights: against transformers and tokenizers where they are installed, against the files everywhere."
 
+import io
 import json
 import subprocess
 import sys
 
 import pytest
+import sentencepiece
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -13,10 +15,10 @@ from llm_from_scratch.checkpointing import load_run, save_checkpoint
 from llm_from_scratch.config import Config, ModelConfig, to_yaml
 from llm_from_scratch.env import UserError
 from llm_from_scratch.export import check_hf, export_gguf, export_hf, import_hf, import_run, main, write_hf
-from llm_from_scratch.generate import generate
+from llm_from_scratch.generate import complete, generate, heal_prompt, stream
 from llm_from_scratch.hf_weights import config_from_hf, config_to_hf, plain_tensors, read_tensors
 from llm_from_scratch.model import Transformer
-from llm_from_scratch.tokenizer import Tokenizer, train_model
+from llm_from_scratch.tokenizer import StreamDecoder, Tokenizer, train_model
 
 TEXTS = ["the cat sat on the mat\n", "a cat, the hat; that rat\n", "a <s> is 漢 text\n", "    return self.x + 1\n", "naïve é\tx\r\n"] * 9
 STRANGE = ["", "  \n ", "a\r\nb", "<s> x </s> <unk> <pad> <0x41>", "🙂 漢", "\t\tx", "▁a", "é" * 5, "   leading", "trail   ", "a.b ?! ,", "the   that"]
@@ -254,3 +256,44 @@ def test_command_names_what_is_wrong(arguments, complaint):
 def test_command_errors_are_one_line_with_exit_code_2(tmp_path):
     done = subprocess.run([sys.executable, "-m", "llm_from_scratch.export", "hf", str(tmp_path / "nowhere"), str(tmp_path / "out")], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+
+
+@pytest.fixture(scope="module")
+def llama_tokenizer():
+    "As Llama 2's: a space in front, no padding, ids in their default places."
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TEXTS), model_writer=model, model_type="bpe", vocab_size=310, byte_fallback=True,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, allow_whitespace_only_pieces=True, minloglevel=2)
+    return model.getvalue()
+
+
+def test_a_llama_tokenizer_is_taken_and_handed_back(llama_tokenizer, tmp_path, alone):
+    write_hf(tmp_path, build(vocab_size=320), None)
+    (tmp_path / "tokenizer.model").write_bytes(llama_tokenizer)
+    model, tokenizer = import_hf(tmp_path)
+    reference = sentencepiece.SentencePieceProcessor(model_proto=llama_tokenizer)
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (1, 2, 2)
+    for text in STRANGE:
+        assert tokenizer.encode(text) == reference.encode(text) and tokenizer.decode(tokenizer.encode(text)) == text.replace("▁", " ")
+    import_run(tmp_path, tmp_path / "run")
+    export_hf(tmp_path / "run", tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.model").read_bytes() == load_run(tmp_path / "run").tokenizer.model
+    tokenizers = pytest.importorskip("tokenizers")
+    reader = tokenizers.Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    reader.encode_special_tokens = True
+    for text in [*STRANGE, *TEXTS[:5]]:
+        assert reader.encode(text).ids == tokenizer.encode(text, bos=True)
+        assert reader.decode(reader.encode(text).ids) == tokenizer.decode(tokenizer.encode(text))
+
+
+def test_a_llama_tokenizer_streams_and_heals_with_its_spaces(llama_tokenizer):
+    tokenizer = Tokenizer(llama_tokenizer)
+    decoder = StreamDecoder(tokenizer)
+    assert "".join(map(decoder.push, tokenizer.encode("the cat  sat 漢"))) + decoder.flush() == " the cat  sat 漢"
+    for prompt in ("the cat", "the ca", " the", "the ", "", "漢 sa", "a  c"):
+        ids, tail = heal_prompt(tokenizer, prompt)
+        assert tokenizer.decode(ids) + tail == prompt
+    model = build(vocab_size=310)
+    texts = complete(model, tokenizer, "the ca", max_new_tokens=9, seed=0)
+    assert all(text.startswith("the ca") for text in texts)
+    assert "".join(stream(model, tokenizer, "the ca", max_new_tokens=9, seed=0)) == texts[0][len("the ca"):]
