@@ -186,7 +186,7 @@ class TrainConfig(Section):
     compile: Literal["auto", "always", "never"] = Field("auto", description="torch.compile; auto: on a GPU only")
     checkpoint_activations: str = Field("none", pattern=r"^(none|all|every-[1-9]\d*|\d+(\.\d+)?GB)$", description="blocks computed again in the backward pass: none, all, every-2, or what their activations may take, 6GB")
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = Field(None, description="CPU threads a rank; none: the cores shared among the local ranks")
-    init_from: str | None = Field(None, description="run or checkpoint whose weights to start from")
+    init_from: str | None = Field(None, description="run, checkpoint, or folder in Hugging Face's layout whose weights to start from")
 
     @model_validator(mode="after")
     def check_types(self):

@@ -257,7 +257,7 @@ def vocabulary_texts(
 ) -> list[str]:             # each id's text; special pieces have none, single bytes show as U+FFFD
     "What each piece writes."
     special = {tokenizer.pad_id, tokenizer.unk_id, tokenizer.bos_id, tokenizer.eos_id}
-    return ["" if id in special else tokenizer.decode([id]) for id in range(tokenizer.vocab_size)]
+    return ["" if id in special else tokenizer.decode([id], inside=True) for id in range(tokenizer.vocab_size)]
 
 # %% ../nbs/06a_generate.ipynb #ea9fa02b
 def heal_prompt(
@@ -267,8 +267,8 @@ def heal_prompt(
     "Take back the prompt's last pieces where one longer piece could stand in their place."
     ids, texts = tokenizer.encode(prompt, bos=True), vocabulary_texts(tokenizer)
     longest = max(map(len, texts))
-    for at in range(max(1, len(ids) - 4 * longest), len(ids)): # a character takes four ids at most
-        tail = tokenizer.decode(ids[at:])
+    for at in range(max(1 + tokenizer.adds_space, len(ids) - 4 * longest), len(ids)): # a character takes four ids at most
+        tail = tokenizer.decode(ids[at:], inside=True)
         if len(tail) < longest and "\ufffd" not in tail and any(len(text) > len(tail) and text.startswith(tail) for text in texts):
             return ids[:at], tail
     return ids, ""

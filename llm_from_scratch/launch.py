@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['DONE', 'USER_ERROR', 'STOPPED', 'DIVERGED', 'INTERRUPTED', 'FREE_ON_RESUME', 'MAX_READERS_A_CORE', 'M_TRIM_THRESHOLD',
            'M_MMAP_THRESHOLD', 'StopRequest', 'changed_keys', 'schedule_lr', 'check_resume', 'command_parser',
-           'holds_run', 'resolve', 'claim_folder', 'checkpoint_to_resume', 'weights_to_start_from', 'check_saving',
-           'run_fingerprint', 'write_run_folder', 'check_run_folder', 'check_same_data', 'remember_stop',
-           'repeated_stop', 'remove_stub', 'next_commands', 'again', 'last_word', 'set_threads', 'training_bytes',
-           'available_bytes', 'check_memory', 'check_readers', 'keep_freed_memory']
+           'holds_run', 'layer_from_hf', 'require_same_shape', 'resolve', 'claim_folder', 'checkpoint_to_resume',
+           'weights_to_start_from', 'check_saving', 'load_initial_weights', 'run_fingerprint', 'write_run_folder',
+           'check_run_folder', 'check_same_data', 'remember_stop', 'repeated_stop', 'remove_stub', 'next_commands',
+           'again', 'last_word', 'set_threads', 'training_bytes', 'available_bytes', 'check_memory', 'check_readers',
+           'keep_freed_memory']
 
 # %% ../nbs/07d_launch.ipynb #5c6a6ac7
 import ctypes
@@ -26,14 +27,18 @@ import psutil
 import torch
 
 from .artifacts import read_json, write_atomic, write_json
-from .checkpointing import latest_checkpoint, list_checkpoints, read_run_config
+from .checkpointing import latest_checkpoint, list_checkpoints, load_checkpoint, read_run_config
 from llm_from_scratch.config import (
-    CheckpointConfig, CommandParser, Config, add_config_options, build_config, chosen_values, config_hash, load_preset, read_yaml, replace, suggest, to_yaml,
+    CheckpointConfig, CommandParser, Config, add_config_options, build_config, chosen_values, config_hash, load_preset, merge, read_yaml, replace, suggest, to_yaml,
 )
 from .env import Ranks, UserError, environment_fingerprint, environment_report, hash_json, usable_cores
-from .model import expected_shapes
+from .export import is_hf_folder, read_hf_shape
+from .hf_tokenizer import read_hf_tokenizer
+from .hf_weights import our_tensors, read_tensors
+from .model import Transformer, expected_shapes
 from .optim import Schedule
 from .signatures import read_key
+from .state_trees import match_weights
 from .tokenizer import Tokenizer
 
 # %% ../nbs/07d_launch.ipynb #803f74b6
@@ -122,6 +127,28 @@ def holds_run(
     "Whether a folder has been claimed by a run."
     return (run_dir / "config.yaml").exists() or bool(list_checkpoints(run_dir / "checkpoints"))
 
+# %% ../nbs/07d_launch.ipynb #36938763
+def layer_from_hf(
+    name: str,    # folder in Hugging Face's layout, from train.init_from
+) -> dict:        # a layer for build_config
+    "The model section and the tokenizer of other people's weights."
+    shape, tokenizer = read_hf_shape(name)
+    if tokenizer is None: return {"model": shape.model_dump(exclude={"vocab_size"})}
+    return {"model": shape.model_dump(exclude={"vocab_size"}), "tokenizer": {"path": str(Path(name, "tokenizer.model")), "vocab_size": tokenizer.vocab_size}}
+
+# %% ../nbs/07d_launch.ipynb #620a5f01
+def require_same_shape(
+    config: Config, # resolved
+    name: str,      # folder in Hugging Face's layout, from train.init_from
+) -> None:          # the vocabulary is compared with the weights, later
+    "UserError naming the first key of the model that differs from other people's weights, or a tokenizer that is lacking."
+    ours, theirs = ({**cfg.model_dump(exclude={"vocab_size", "vocab_multiple", "mlp_multiple", "max_seq_len", "init_std"}),
+                     "head_dim": cfg.head_size, "intermediate_size": cfg.mlp_size} for cfg in (config.model, read_hf_shape(name)[0]))
+    for key, value in theirs.items():
+        if ours[key] != value: raise UserError(f"model.{key} is {ours[key]}, but the weights of train.init_from {name} have {value}; leave the key out")
+    if config.tokenizer.path is None: raise UserError(f"train.init_from {name}: {read_hf_tokenizer(name)[1]}; name the weights' tokenizer with tokenizer.path")
+
+# %% ../nbs/07d_launch.ipynb #564e4364
 def resolve(
     args: list[str],  # the command line without the program
 ) -> tuple[Namespace, Config, Config | None]:  # options, the configuration, and the run's saved one on a resume
@@ -131,7 +158,12 @@ def resolve(
     old = read_run_config(options.run_dir) if options.resume and holds_run(Path(options.run_dir)) else None
     if old and not (options.preset or options.config): base = [old.model_dump()]
     else: base = [load_preset(options.preset or "tiny"), read_yaml(options.config) if options.config else {}]
-    return options, build_config(*base, chosen_values(options)), old
+    chosen = chosen_values(options)
+    start = None if old else merge(base[-1], chosen).get("train", {}).get("init_from")
+    if start and is_hf_folder(start): base.insert(1, layer_from_hf(start))
+    config = build_config(*base, chosen)
+    if start and is_hf_folder(start): require_same_shape(config, start)
+    return options, config, old
 
 # %% ../nbs/07d_launch.ipynb #3306b4a1
 def claim_folder(
@@ -185,6 +217,21 @@ def check_saving(
     if local and Path(local).exists() and not Path(local).is_dir(): raise UserError(f"checkpoint.local_dir {local} is a file; name a folder on a local disk")
     if local: Path(local).mkdir(parents=True, exist_ok=True)
     if local and not os.access(local, os.W_OK | os.X_OK): raise UserError(f"checkpoint.local_dir {local} can't be written; change its rights, or name another folder")
+
+# %% ../nbs/07d_launch.ipynb #a8bc6395
+def load_initial_weights(
+    name: str,          # a run, a checkpoint, or a folder in Hugging Face's layout, from train.init_from
+    model: Transformer, # of the shape of the weights; changed in place
+) -> None:
+    "Start a model from weights; UserError where there are none or they don't fit."
+    if not is_hf_folder(name):
+        load_checkpoint(weights_to_start_from(name), {"model": model})
+        return
+    tensors, rows = our_tensors(read_tensors(name), model.cfg), model.cfg.padded_vocab_size
+    theirs = len(tensors.get("embedding.weight", ()))
+    if theirs and theirs != rows:
+        raise UserError(f"train.init_from {name} has {theirs:,} vocabulary rows, the run {rows:,}: its tokenizer is another one; name the weights' own with tokenizer.path")
+    model.load_state_dict(match_weights(model, tensors, source=f"train.init_from {name}"), strict=False)
 
 # %% ../nbs/07d_launch.ipynb #4f6ea317
 def run_fingerprint(

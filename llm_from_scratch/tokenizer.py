@@ -160,10 +160,10 @@ def load_processor(
     model: bytes, # a SentencePiece model file
     where: str = "the tokenizer model", # for messages
 ) -> sentencepiece.SentencePieceProcessor:
-    "Open a model; raises UserError where it is damaged, lacks one of our special pieces, or changes whitespace."
+    "Open a model; raises UserError where it is damaged, lacks unk, BOS or EOS, or changes whitespace."
     try: processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     except RuntimeError as error: raise UserError(f"{where}: not a SentencePiece model, or a damaged one") from error
-    ids = {name: getattr(processor, f"{name}_id")() for name in ("pad", "unk", "bos", "eos")}
+    ids = {name: getattr(processor, f"{name}_id")() for name in ("unk", "bos", "eos")}
     lacking = [name for name, number in ids.items() if number < 0]
     if lacking: raise UserError(f"{where}: has no piece for {', '.join(lacking)}; train one with this package")
     probe = "  \n "
@@ -187,8 +187,9 @@ class Tokenizer:
         self.processor = load_processor(model)
         self.fingerprint = hashlib.sha256(model).hexdigest()
         self.vocab_size = self.processor.vocab_size()
-        self.pad_id, self.unk_id = self.processor.pad_id(), self.processor.unk_id()
-        self.bos_id, self.eos_id = self.processor.bos_id(), self.processor.eos_id()
+        self.unk_id, self.bos_id, self.eos_id = self.processor.unk_id(), self.processor.bos_id(), self.processor.eos_id()
+        self.pad_id = self.processor.pad_id() if self.processor.pad_id() >= 0 else self.eos_id
+        self.adds_space = self.processor.encode("a", out_type=str)[0].startswith("\u2581") # in front of every text
 
     @staticmethod
     def train(texts, *, vocab_size, kind="bpe", character_coverage=0.9995, byte_fallback=True, out, **more):
@@ -212,12 +213,14 @@ class Tokenizer:
         except TypeError as error: raise UserError(_why_not_text(texts)) from error
         return [with_ends(ids, **ends) for ids in rows]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        "The text of ids; special pieces are hidden, an unknown character is U+FFFD. Raises UserError for an id outside."
+    def decode(self, ids: Iterable[int], *, inside: bool = False) -> str:
+        "The text of ids, `inside` a longer one; special pieces are hidden, an unknown character is U+FFFD. Raises UserError for an id outside."
         ids = [int(number) for number in ids]
         outside = [number for number in ids if not 0 <= number < self.vocab_size]
         if outside: raise UserError(f"id {outside[0]} is outside of the vocabulary of {self.vocab_size} pieces")
-        return self.processor.decode(ids)
+        first = next((number for number in ids if not self.processor.is_control(number)), self.eos_id)
+        space = " " if inside and self.adds_space and self.processor.id_to_piece(first).startswith("\u2581") else ""
+        return space + self.processor.decode(ids)
 
     def pieces(self, text: str) -> list[str]:
         "The pieces of a text, to look at; a space is written U+2581."
@@ -301,7 +304,7 @@ class StreamDecoder:
         if processor.is_byte(number):
             self.waiting.append(int(processor.id_to_piece(number)[3:5], 16))
             return self._take()
-        return self.flush() + self.tokenizer.decode([number])
+        return self.flush() + self.tokenizer.decode([number], inside=True)
 
     def flush(self) -> str:
         "What is still waiting, as U+FFFD for each byte of an unfinished character."

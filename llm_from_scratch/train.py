@@ -48,7 +48,7 @@ from .generate import complete
 from .guard import SpikeGuard
 from llm_from_scratch.launch import (
     DIVERGED, DONE, INTERRUPTED, STOPPED, USER_ERROR, StopRequest, check_memory, check_readers, check_resume, check_run_folder, check_same_data, check_saving, checkpoint_to_resume,
-    again, claim_folder, keep_freed_memory, last_word, next_commands, remember_stop, remove_stub, repeated_stop, resolve, set_threads, weights_to_start_from,
+    again, claim_folder, keep_freed_memory, last_word, load_initial_weights, next_commands, remember_stop, remove_stub, repeated_stop, resolve, set_threads,
     write_run_folder,
 )
 from .mixing import mix_at, mix_notes
@@ -153,7 +153,7 @@ def build_training(
     model = build_model(shape, attend=attend).to(device)
     model.recomputed = blocks_to_recompute(train.checkpoint_activations, shape, min(train.micro_batch, train.global_batch // ranks.world_size), train.seq_len, dtype)
     check_shapes(model)
-    if train.init_from: load_checkpoint(weights_to_start_from(train.init_from), {"model": model})
+    if train.init_from: load_initial_weights(train.init_from, model)
     if train.weights == "bf16": model.bfloat16()
     loss = partial(next_token_loss, document_mask=config.data.document_mask)
     engine = prepare(model, build_optimizer(model, config.optim), ranks=ranks, device=device, dtype=dtype, compile=wants_compile(train.compile, device),

@@ -355,7 +355,7 @@ def test_healing_looks_at_the_end_of_a_long_prompt_only(tokenizer, monkeypatch):
     num_ids, short = len(tokenizer.encode(prompt)), heal_prompt(tokenizer, "    return")
     decoded = []
     decode = Tokenizer.decode
-    monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: decoded.append(len(ids)) or decode(self, ids))
+    monkeypatch.setattr(Tokenizer, "decode", lambda self, ids, **place: decoded.append(len(ids)) or decode(self, ids, **place))
     ids, tail = heal_prompt(tokenizer, prompt)
     assert num_ids > 10_000 and tail == short[1]
     assert sum(decoded) < num_ids

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from llm_from_scratch import artifacts, train
+from llm_from_scratch import artifacts, export, train
 from llm_from_scratch.checkpointing import latest_checkpoint, load_run
 from llm_from_scratch.env import UserError, run_command, set_deterministic
 from llm_from_scratch.launch import STOPPED
@@ -395,3 +395,19 @@ def test_a_full_disk_is_one_line(options, tmp_path, monkeypatch, capsys):
         run_command(train.main)
     err = capsys.readouterr().err
     assert (ended.value.code, err.count("\n")) == (2, 1) and str(tmp_path / "run") in err and "No space left" in err
+
+
+def test_training_goes_on_from_other_peoples_weights(options, tmp_path, monkeypatch):
+    first = [*options, "--model.rope-base", "5e5", "--model.vocab-multiple", "64"]
+    assert train.main([*first, "--train.steps", "30", "--run-dir", str(tmp_path / "first"), "--eval.every-steps", "30"]) == 0
+    monkeypatch.setattr(export, "find_spec", lambda name: None)
+    export.export_hf(tmp_path / "first", tmp_path / "theirs")
+    again = [*options[len(SHAPE):], "--train.init-from", str(tmp_path / "theirs"), "--train.steps", "2", "--run-dir", str(tmp_path / "second")]
+    with pytest.raises(UserError, match="model.num_layers is 3, but the weights of train.init_from"):
+        train.main([*again, "--model.num-layers", "3"])
+    assert train.main([*again, "--eval.every-steps", "2"]) == 0
+    one, two = load_run(tmp_path / "first"), load_run(tmp_path / "second")
+    assert two.config.model.rope_base == 5e5 and two.tokenizer.fingerprint == one.tokenizer.fingerprint
+    before, after = rows(tmp_path / "first"), rows(tmp_path / "second")
+    assert after[0]["loss"] < before[0]["loss"] - 1 and abs(after[0]["loss"] - before[-1]["loss"]) < 0.5
+    assert train.main(["--run-dir", str(tmp_path / "second"), "--resume", "auto", "--train.steps", "3"]) == 0

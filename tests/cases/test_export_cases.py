@@ -1,0 +1,299 @@
+"Other people's weights: against transformers and tokenizers where they are installed, against the files everywhere."
+
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+import sentencepiece
+import torch
+from safetensors.torch import load_file, save_file
+
+from llm_from_scratch import export
+from llm_from_scratch.checkpointing import load_run, save_checkpoint
+from llm_from_scratch.config import Config, ModelConfig, to_yaml
+from llm_from_scratch.env import UserError
+from llm_from_scratch.export import check_hf, export_gguf, export_hf, import_hf, import_run, main, write_hf
+from llm_from_scratch.generate import complete, generate, heal_prompt, stream
+from llm_from_scratch.hf_weights import config_from_hf, config_to_hf, plain_tensors, read_tensors
+from llm_from_scratch.model import Transformer
+from llm_from_scratch.tokenizer import StreamDecoder, Tokenizer, train_model
+
+TEXTS = ["the cat sat on the mat\n", "a cat, the hat; that rat\n", "a <s> is 漢 text\n", "    return self.x + 1\n", "naïve é\tx\r\n"] * 9
+STRANGE = ["", "  \n ", "a\r\nb", "<s> x </s> <unk> <pad> <0x41>", "🙂 漢", "\t\tx", "▁a", "é" * 5, "   leading", "trail   ", "a.b ?! ,", "the   that"]
+FAMILY = dict(vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer(train_model(TEXTS, vocab_size=320))
+
+
+def build(tokenizer=None, **shape):
+    shape = dict(vocab_size=tokenizer.vocab_size if tokenizer else 101, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, max_seq_len=64, init_std=0.2) | shape
+    torch.manual_seed(1)
+    return Transformer(ModelConfig(**shape)).eval()
+
+
+@pytest.fixture(scope="module")
+def run_dir(tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "small"
+    tokenizer.save(folder / "tokenizer")
+    shape = dict(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, max_seq_len=64, vocab_multiple=128, rope_layout="interleaved", init_std=0.2)
+    (folder / "config.yaml").write_text(to_yaml(Config(model=shape, tokenizer=dict(vocab_size=320), train=dict(seq_len=64))))
+    save_checkpoint(folder / "checkpoints", {"model": build(tokenizer, **shape)}, step=3, inputs={"tokenizer": tokenizer.fingerprint})
+    return folder
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    "As where neither transformers nor tokenizers is installed."
+    monkeypatch.setattr(export, "find_spec", lambda name: None)
+
+
+def largest(one, other):
+    return float((one - other).detach().abs().max())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("shape", [{}, dict(head_dim=12, rope_theta=5e5), dict(num_key_value_heads=1, rms_norm_eps=1e-5)])
+def test_a_transformers_llama_imports_matches_and_comes_back(tied, shape, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**(FAMILY | shape), tie_word_embeddings=tied, initializer_range=0.2)
+    theirs = transformers.LlamaForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours, tokenizer = import_hf(tmp_path / "theirs")
+    ids = torch.randint(101, (3, 64))
+    assert tokenizer is None and ours.cfg.tie_embeddings == tied
+    assert largest(ours(ids), theirs(ids).logits) < 1e-4
+    greedy = dict(max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+    answer = theirs.generate(ids[:1, :5], attention_mask=torch.ones(1, 5, dtype=torch.long), **greedy)[0, 5:].tolist()
+    assert generate(ours, ids[:1, :5].tolist(), max_new_tokens=20, temperature=0) == [answer]
+    export_hf(tmp_path / "theirs", tmp_path / "back")
+    before, after = read_tensors(tmp_path / "theirs"), read_tensors(tmp_path / "back")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "back").eval()
+    assert largest(again(ids).logits, theirs(ids).logits) == 0
+
+
+def test_an_exported_run_is_the_same_in_transformers(run_dir, tokenizer, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    found = export_hf(run_dir, tmp_path / "out")
+    assert found.keys() == {"llm_from_scratch", "transformers"} and found["transformers"].max_logit < 1e-4
+    model, ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval(), load_run(run_dir).model
+    reader = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    ids = (reader.pad_token_id, reader.unk_token_id, reader.bos_token_id, reader.eos_token_id)
+    assert ids == (tokenizer.pad_id, tokenizer.unk_id, tokenizer.bos_id, tokenizer.eos_id)
+    for text in [*STRANGE, *TEXTS[:5]]:
+        assert reader(text).input_ids == tokenizer.encode(text, bos=True)
+        assert reader.decode(reader(text).input_ids, skip_special_tokens=True) == tokenizer.decode(tokenizer.encode(text))
+    prompt = reader("the cat", return_tensors="pt")
+    answer = model.generate(**prompt, max_new_tokens=15, do_sample=False)[0, prompt.input_ids.shape[1]:].tolist()
+    assert generate(ours, prompt.input_ids.tolist(), max_new_tokens=15, temperature=0, eos_id=tokenizer.eos_id) == [answer]
+
+
+def test_a_gguf_file_is_the_same_model_to_another_reader(run_dir, tmp_path):
+    pytest.importorskip("gguf")
+    transformers = pytest.importorskip("transformers")
+    export_gguf(run_dir, tmp_path / "model.gguf")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32).eval()
+    ids = torch.randint(320, (2, 40))
+    assert largest(model(ids).logits, load_run(run_dir).model(ids)) < 1e-4
+
+
+@pytest.mark.parametrize("kind, vocab_size", [("bpe", 320), ("unigram", 290)])
+def test_tokenizer_json_gives_the_same_ids(kind, vocab_size, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    export_tokenizer = Tokenizer(train_model(TEXTS, vocab_size=vocab_size, kind=kind))
+    export.write_hf_tokenizer(tmp_path, export_tokenizer, 64)
+    reader = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    reader.encode_special_tokens = True
+    for text in [*STRANGE, *TEXTS[:5]]:
+        ids = reader.encode(text).ids
+        assert ids == export_tokenizer.encode(text, bos=True)
+        assert reader.decode(ids) == export_tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("shape", [dict(vocab_multiple=1), dict(vocab_multiple=64, head_dim=10, rope_base=5e5, norm_eps=1e-6), dict(num_kv_heads=4, intermediate_size=40)])
+def test_a_written_folder_reads_back_as_the_model(layout, tied, shape, tmp_path, alone):
+    model = build(rope_layout=layout, tie_embeddings=tied, **shape)
+    write_hf(tmp_path, model, None, max_shard_bytes=20_000)
+    found = check_hf(tmp_path, model, None, "fp32")
+    assert found.keys() == {"llm_from_scratch"} and found["llm_from_scratch"].max_logit < 1e-5
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    tensors = read_tensors(tmp_path)
+    assert tensors["model.embed_tokens.weight"].shape[0] == 101 and ("lm_head.weight" in tensors) != tied
+
+
+@pytest.mark.parametrize("dtype, kept", [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_files_of_half_the_size_round_trip_to_the_bit(dtype, kept, run_dir, tmp_path, alone):
+    export_hf(run_dir, tmp_path / "one", dtype=dtype)
+    model, _ = import_hf(tmp_path / "one")
+    export_hf(tmp_path / "one", tmp_path / "two", dtype=dtype)
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    assert all(tensor.dtype == kept and torch.equal(tensor, two[name]) for name, tensor in one.items())
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
+
+
+def test_what_is_not_equal_leaves_nothing_behind(run_dir, tmp_path, monkeypatch, alone):
+    tensors = plain_tensors
+    monkeypatch.setattr(export, "plain_tensors", lambda model, layout: tensors(model, "interleaved"))
+    with pytest.raises(UserError, match="is not the model: logits differ by .* nothing was exported"):
+        export_hf(run_dir, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_beyond_the_range_of_fp16_are_refused(tmp_path, alone):
+    model = build()
+    with torch.no_grad():
+        model.blocks[0].mlp.down.weight[0, 0] = 1e6
+    write_hf(tmp_path, model, None, dtype="fp16")
+    with pytest.raises(UserError, match="nan nats a token"):
+        check_hf(tmp_path, model, None, "fp16")
+
+
+def test_a_damaged_gguf_file_is_not_kept(run_dir, tmp_path, monkeypatch):
+    pytest.importorskip("gguf")
+    write = export.write_gguf
+
+    def write_badly(path, *args, **options):
+        write(path, *args, **options)
+        data = bytearray(path.read_bytes())
+        data[-40] ^= 64
+        path.write_bytes(data)
+
+    monkeypatch.setattr(export, "write_gguf", write_badly)
+    with pytest.raises(UserError, match="is not what was written; nothing was exported"):
+        export_gguf(run_dir, tmp_path / "out" / "model.gguf")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("change, complaint", [
+    (dict(model_type="qwen2"), "model_type 'qwen2' is not Llama-shaped"),
+    (dict(attention_bias=True), "attention_bias True"),
+    (dict(mlp_bias=True), "mlp_bias True"),
+    (dict(hidden_act="gelu"), "hidden_act gelu"),
+    (dict(quantization_config={"quant_method": "gptq"}), "quantization_config"),
+    (dict(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}), "yarn"),
+    (dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}), "partial_rotary_factor 0.5"),
+    (dict(num_key_value_heads=3), "num_heads 4 is not divisible by num_kv_heads 3"),
+    (dict(hidden_size="wide"), "hidden_size"),
+    (dict(vocab_size=50), None),
+])
+def test_another_architecture_is_named_in_one_line(change, complaint, tmp_path):
+    fields = config_to_hf(build().cfg) | change
+    if complaint is None:
+        with pytest.raises(UserError, match="below the tokenizer's 60 pieces"):
+            config_from_hf(fields, 60)
+        return
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(UserError, match=complaint) as error:
+        import_hf(tmp_path)
+    assert "\n" not in str(error.value) and "config.json" in str(error.value)
+
+
+def test_tensors_that_do_not_fit_are_named(tmp_path):
+    model = build(tie_embeddings=False)
+    write_hf(tmp_path, model, None)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    for change, complaint in ((lambda t: t.pop("lm_head.weight"), "missing head.weight"), (lambda t: t.update(extra=torch.ones(2)), "unknown extra"),
+                              (lambda t: t.update({"model.norm.weight": torch.ones(5)}), r"final_norm.weight is \(5,\)")):
+        changed = dict(tensors)
+        change(changed)
+        save_file(changed, path)
+        with pytest.raises(UserError, match=complaint):
+            import_hf(tmp_path)
+
+
+@pytest.mark.parametrize("positions", ["alibi", "none"])
+def test_positions_without_a_home_are_refused(positions, tmp_path):
+    with pytest.raises(UserError, match=f"positions {positions}: Llama's format has a home for rope only"):
+        write_hf(tmp_path, build(positions=positions), None)
+
+
+def test_mod_8_padded_rows_are_cut_on_the_way_out_and_kept_silent_on_the_way_in(tokenizer, tmp_path, alone):
+    model = build(tokenizer, vocab_multiple=128)
+    with torch.no_grad():
+        model.head.weight[320:] = 100.0
+    write_hf(tmp_path, model, tokenizer)
+    assert read_tensors(tmp_path)["model.embed_tokens.weight"].shape[0] == 320
+    wide = build(vocab_size=384)
+    with torch.no_grad():
+        wide.head.weight[320:] = 100.0
+    write_hf(tmp_path, wide, tokenizer)
+    imported, _ = import_hf(tmp_path)
+    assert (imported.cfg.vocab_size, imported.embedding.weight.shape[0]) == (320, 384)
+    for options in (dict(temperature=0), dict(top_k=5), dict(top_p=0.9), dict(temperature=5.0)):
+        assert max(map(max, generate(imported, [[2, 9]] * 4, max_new_tokens=20, seed=0, **options))) < 320
+
+
+def test_an_imported_run_generates_and_exports(run_dir, tmp_path, alone):
+    export_hf(run_dir, tmp_path / "out")
+    import_run(tmp_path / "out", tmp_path / "run")
+    one, other = load_run(run_dir), load_run(tmp_path / "run")
+    ids = [one.tokenizer.encode("the cat", bos=True)]
+    assert generate(one.model, ids, max_new_tokens=9, temperature=0) == generate(other.model, ids, max_new_tokens=9, temperature=0)
+    assert (other.step, other.tokenizer.fingerprint) == (0, one.tokenizer.fingerprint)
+
+
+@pytest.mark.parametrize("arguments, complaint", [
+    (["hf", "nowhere", "out"], "nowhere is not a run"),
+    (["hf", "nowhere", "."], "exists already"),
+    (["gguf", "nowhere", "out.gguf", "--dtype", "q8"], "invalid choice: 'q8'"),
+    (["import", "nowhere", "out"], "nowhere has no config.json"),
+    ([], "{hf,gguf,import}"),
+])
+def test_command_names_what_is_wrong(arguments, complaint):
+    with pytest.raises(UserError, match=complaint):
+        main(arguments)
+
+
+def test_command_errors_are_one_line_with_exit_code_2(tmp_path):
+    done = subprocess.run([sys.executable, "-m", "llm_from_scratch.export", "hf", str(tmp_path / "nowhere"), str(tmp_path / "out")], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+
+
+@pytest.fixture(scope="module")
+def llama_tokenizer():
+    "As Llama 2's: a space in front, no padding, ids in their default places."
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TEXTS), model_writer=model, model_type="bpe", vocab_size=310, byte_fallback=True,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, allow_whitespace_only_pieces=True, minloglevel=2)
+    return model.getvalue()
+
+
+def test_a_llama_tokenizer_is_taken_and_handed_back(llama_tokenizer, tmp_path, alone):
+    write_hf(tmp_path, build(vocab_size=320), None)
+    (tmp_path / "tokenizer.model").write_bytes(llama_tokenizer)
+    model, tokenizer = import_hf(tmp_path)
+    reference = sentencepiece.SentencePieceProcessor(model_proto=llama_tokenizer)
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (1, 2, 2)
+    for text in STRANGE:
+        assert tokenizer.encode(text) == reference.encode(text) and tokenizer.decode(tokenizer.encode(text)) == text.replace("▁", " ")
+    import_run(tmp_path, tmp_path / "run")
+    export_hf(tmp_path / "run", tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.model").read_bytes() == load_run(tmp_path / "run").tokenizer.model
+    tokenizers = pytest.importorskip("tokenizers")
+    reader = tokenizers.Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    reader.encode_special_tokens = True
+    for text in [*STRANGE, *TEXTS[:5]]:
+        assert reader.encode(text).ids == tokenizer.encode(text, bos=True)
+        assert reader.decode(reader.encode(text).ids) == tokenizer.decode(tokenizer.encode(text))
+
+
+def test_a_llama_tokenizer_streams_and_heals_with_its_spaces(llama_tokenizer):
+    tokenizer = Tokenizer(llama_tokenizer)
+    decoder = StreamDecoder(tokenizer)
+    assert "".join(map(decoder.push, tokenizer.encode("the cat  sat 漢"))) + decoder.flush() == " the cat  sat 漢"
+    for prompt in ("the cat", "the ca", " the", "the ", "", "漢 sa", "a  c"):
+        ids, tail = heal_prompt(tokenizer, prompt)
+        assert tokenizer.decode(ids) + tail == prompt
+    model = build(vocab_size=310)
+    texts = complete(model, tokenizer, "the ca", max_new_tokens=9, seed=0)
+    assert all(text.startswith("the ca") for text in texts)
+    assert "".join(stream(model, tokenizer, "the ca", max_new_tokens=9, seed=0)) == texts[0][len("the ca"):]
