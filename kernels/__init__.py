@@ -24,3 +24,18 @@ def why_not_triton(
     if INTERPRETED:
         return None
     return f"Triton kernels need an NVIDIA GPU, the tensors are on {device}; TRITON_INTERPRET=1 set before Python starts runs them slowly"
+
+
+def why_not_attention(
+    q: torch.Tensor,  # (B, H, Tq, K)
+    k: torch.Tensor,  # (B, G, Tk, K)
+    v: torch.Tensor,  # (B, G, Tk, K)
+) -> str | None:      # in words; none: they can run
+    "Why flash attention can't take these tensors."
+    if q.shape[1] % k.shape[1]:
+        return f"{q.shape[1]} query heads can't share {k.shape[1]} key heads: num_heads must be divisible by num_kv_heads"
+    if not 16 <= q.shape[3] <= 256:
+        return f"flash attention takes head widths from 16 to 256, not {q.shape[3]}"
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or not q.dtype == k.dtype == v.dtype:
+        return f"flash attention takes q, k and v all in bf16, fp16 or fp32, not {q.dtype}, {k.dtype} and {v.dtype}"
+    return why_not_triton(q.device)
