@@ -62,7 +62,7 @@ OPTIONS = {
     "linear, AdamW, by group": dict(optim=dict(kind="adamw", schedule="linear", clip="groups", clip_steps=5)),
     "breathing, dynamic": dict(optim=dict(schedule="breathing", warmup_steps=2, breathing_hold_steps=2, breathing_quiet_steps=2, breathing_threshold=1.0, breathing_freeze_steps=4,
                                           breathing_decay=0.8, clip="dynamic", clip_steps=3)),
-    "plateau": dict(optim=dict(plateau_evals=1, lr=1.0, muon_lr=2.0)),
+    "plateau": dict(optim=dict(plateau_evals=1, lr=3.0, muon_lr=3.0), eval=dict(every_steps=1)),
     "bf16 weights": dict(train=dict(weights="bf16")),
     "fp16": dict(optim=dict(kind="adamw"), train=dict(dtype="fp16", loss_scale=2.0**14, loss_scale_interval=3)),
 }

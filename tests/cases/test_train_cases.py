@@ -113,7 +113,7 @@ def test_trn_8_throughput_and_tokens_add_up(undisturbed):
 def test_sch_1_logged_rate_is_the_formula(undisturbed):
     config = load_run(undisturbed).config
     for row in rows(undisturbed):
-        assert row["lr"] == lr_at(row["step"] - 1, peak=config.optim.adamw_lr, floor=config.optim.adamw_lr * config.optim.min_lr_ratio, warmup=3, total=60)
+        assert row["lr"] == lr_at(row["step"] - 1, peak=config.optim.adamw_lr, floor=config.optim.adamw_lr * config.optim.min_lr_ratio, warmup=6, total=60)
 
 
 def test_sigterm_saves_exits_3_and_resumes_to_the_bit(options, undisturbed, tmp_path):
