@@ -269,7 +269,6 @@ class EngineConfig(Section):
     kind: Literal["ddp"] = Field("ddp", description="ddp: one process or DistributedDataParallel")
     timeout_seconds: float = Field(600.0, gt=0, description="longest wait for another rank")
 
-# %% ../nbs/00a_config.ipynb #bac9ae66
 class LogConfig(Section):
     "What the run tells of itself."
     every_steps: Positive = Field(1, description="steps between lines of metrics.jsonl")

@@ -87,7 +87,7 @@ class Muon(torch.optim.Muon):
         return loss
 
 # %% ../nbs/03b_optim.ipynb #d369bd47
-HEAD_NAMES = ("head", "lm_head", "output")  # attribute names of a projection to the vocabulary
+HEAD_NAMES = ("head", "lm_head", "output", "router")  # attribute names of a projection to the vocabulary, or to experts
 
 def hidden_matrices(
     model: nn.Module,            # unwrapped
