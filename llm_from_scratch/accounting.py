@@ -100,7 +100,7 @@ def memory_by_component(
     model, train = config.model, config.train
     shapes = stored_shapes(model)
     sizes = {name: 4 * math.prod(shape) for name, shape in shapes.items()}
-    hidden = sum(size for name, size in sizes.items() if config.optim.kind == "muon" and name.startswith("blocks.") and len(shapes[name]) == 2)
+    hidden = sum(size for name, size in sizes.items() if config.optim.kind == "muon" and name.startswith("blocks.") and ".router." not in name and len(shapes[name]) == 2)
     weights = sum(sizes.values())
     rows = min(train.micro_batch, train.global_batch // world_size)
     again = len(blocks_to_recompute(train.checkpoint_activations, model, rows, train.seq_len, dtype))
