@@ -8,6 +8,7 @@ __all__ = ['MOMENTARY', 'SITTING', 'compare_checkpoints', 'compare_metrics', 'sh
 # %% ../nbs/06c_certify.ipynb #fd646691
 import json
 import math
+import os
 import random
 import subprocess
 import sys
@@ -154,6 +155,7 @@ def certify(
     if kill_at is None: kill_at = random.Random().randrange(short.checkpoint.every_steps, num_steps)
     if not 1 <= num_ranks <= max(4, usable_cores()): raise UserError(f"{num_ranks} ranks: a copy runs in 1 to {max(4, usable_cores())} processes on this machine")
     plan_batch(short.train.global_batch, short.train.micro_batch, num_ranks)
+    if not os.access(run_dir, os.W_OK): raise UserError(f"{run_dir}: certificate.json can't be written there; change the folder's rights, or certify a copy of it")
     if not 1 <= kill_at < num_steps: raise UserError(f"it can't be killed at step {kill_at}: the copy has {num_steps} steps")
     with tempfile.TemporaryDirectory() as home:
         whole, killed = Path(home, "whole"), Path(home, "killed")
