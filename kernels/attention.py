@@ -43,6 +43,7 @@ TILES = {
     "dq": {64: (128, 32, 8, 2), 128: (64, 32, 4, 2), 256: (32, 32, 8, 2)},
     "dkv": {64: (32, 128, 8, 1), 128: (32, 64, 8, 2), 256: (32, 32, 8, 2)},
 }
+# fp32 is for tests and small models: it compiles for 99 KiB too, but spills beyond width 64.
 FP32_TILES = {64: (32, 32, 4, 2), 128: (16, 32, 4, 1), 256: (16, 16, 4, 1)}
 
 

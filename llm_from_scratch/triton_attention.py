@@ -5,15 +5,15 @@
 # %% auto #0
 __all__ = ['attention_flops', 'touched_blocks', 'blockwise_attention', 'flash_attention']
 
-# %% ../nbs/04_triton_attention.ipynb #a19dfe76
+# %% ../nbs/04_triton_attention.ipynb #ed1dca64
 import torch
 
-# %% ../nbs/04_triton_attention.ipynb #bf8e0e83
+# %% ../nbs/04_triton_attention.ipynb #2ee61649
 from .env import UserError
 from .kernels import why_not_attention
 from .kernels.blocks import block_ranges, query_documents
 
-# %% ../nbs/04_triton_attention.ipynb #a4ca62cc
+# %% ../nbs/04_triton_attention.ipynb #e4d18d67
 def attention_flops(
     num_queries: int,       # Tq
     num_keys: int,          # Tk
@@ -27,7 +27,7 @@ def attention_flops(
     if causal: pairs = sum(max(0, num_keys - num_queries + row + 1) for row in range(num_queries))
     return (10 if backward else 4) * pairs * head_size
 
-# %% ../nbs/04_triton_attention.ipynb #9bc8dda1
+# %% ../nbs/04_triton_attention.ipynb #0ebfbc80
 def touched_blocks(
     num_queries: int,        # Tq, the last positions
     num_keys: int,           # Tk
@@ -48,7 +48,7 @@ def touched_blocks(
     number = torch.arange(num_columns)
     return touched & (number >= ranges[..., :1]) & (number < ranges[..., 1:])
 
-# %% ../nbs/04_triton_attention.ipynb #3e3a4274
+# %% ../nbs/04_triton_attention.ipynb #8656693b
 class _Tiles:
     "Which blocks are visited, `visits` (rows, [columns, ...]), and what positions, slopes and documents they have."
     def __init__(self, q, k, *, causal, scale, slopes, doc_ids, size):
@@ -67,7 +67,7 @@ class _Tiles:
         "How far each key lies before each query (R, C)."
         return self.at_query[rows, None] - self.at_key[columns]
 
-# %% ../nbs/04_triton_attention.ipynb #3eccbd5b
+# %% ../nbs/04_triton_attention.ipynb #3a61e396
 def _tile_scores(tiles, q, k, rows, columns):
     "Scores (B, G, group, R, C) of a tile, minus infinity where a query does not see a key."
     scores = (q[..., rows, :].flatten(2, 3) @ k[:, :, columns].mT).unflatten(2, (tiles.group, -1)) * tiles.scale
@@ -77,7 +77,7 @@ def _tile_scores(tiles, q, k, rows, columns):
     hidden = tiles.query_docs[:, rows, None] != tiles.key_docs[:, None, columns]
     return scores.masked_fill(hidden[:, None, None], -torch.inf)
 
-# %% ../nbs/04_triton_attention.ipynb #b1b81eb2
+# %% ../nbs/04_triton_attention.ipynb #e6f93bd8
 def _see_tile(state, scores, v):
     "The online softmax's step for a whole tile: maxima, sums and weighted values so far."
     top, total, acc = state
@@ -86,7 +86,7 @@ def _see_tile(state, scores, v):
     weights, shrink = (scores - safe_top[..., None]).exp(), (top - safe_top).exp()
     return new_top, total * shrink + weights.sum(-1), acc * shrink[..., None] + (weights.flatten(2, 3) @ v).view_as(acc)
 
-# %% ../nbs/04_triton_attention.ipynb #5ce0ce99
+# %% ../nbs/04_triton_attention.ipynb #e90d01f9
 def _blockwise_forward(q, k, v, tiles):
     "Output like q (B, G, group, Tq, K), and the logarithm of each row's sum."
     out, log = torch.zeros_like(q), q.new_full(q.shape[:-1], torch.inf)
@@ -99,7 +99,7 @@ def _blockwise_forward(q, k, v, tiles):
         log[..., rows] = torch.where(total > 0, top + total.log(), torch.inf)
     return out, log
 
-# %% ../nbs/04_triton_attention.ipynb #6e178568
+# %% ../nbs/04_triton_attention.ipynb #3d725876
 def _blockwise_backward(dout, q, k, v, out, log, tiles):
     "Gradients of q, k, v and, one for each query head, the slopes (zero without)."
     dq, dk, dv, dslopes = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), q.new_zeros(q.shape[1:3])
@@ -116,7 +116,7 @@ def _blockwise_backward(dout, q, k, v, out, log, tiles):
             dv[:, :, columns] += weights.flatten(2, 3).mT @ dout[..., rows, :].flatten(2, 3)
     return dq, dk, dv, dslopes.flatten()
 
-# %% ../nbs/04_triton_attention.ipynb #b9e88763
+# %% ../nbs/04_triton_attention.ipynb #2ead7d95
 class _Blockwise(torch.autograd.Function):
     "Forward and backward by tiles; only inputs, output and one number a row are kept."
     @staticmethod
@@ -132,12 +132,12 @@ class _Blockwise(torch.autograd.Function):
         dq, dk, dv, dslopes = _blockwise_backward(dout, *ctx.saved_tensors, ctx.tiles)
         return dq, dk, dv, None if ctx.tiles.slopes is None else dslopes, None, None, None, None
 
-# %% ../nbs/04_triton_attention.ipynb #afcfcfa3
+# %% ../nbs/04_triton_attention.ipynb #919ce9e8
 def _without_padding(x, doc_ids):
     "Zeros where a position (B, T) belongs to no document."
     return x if doc_ids is None else x.masked_fill((doc_ids < 0)[:, None, :, None], 0)
 
-# %% ../nbs/04_triton_attention.ipynb #450b8b5e
+# %% ../nbs/04_triton_attention.ipynb #4ee7a4a7
 def blockwise_attention(
     q: torch.Tensor,            # (B, H, Tq, K), the last Tq positions
     k: torch.Tensor,            # (B, G, Tk, K), H divisible by G
@@ -159,7 +159,7 @@ def blockwise_attention(
     slopes = None if slopes is None else slopes.to(kind)
     return _Blockwise.apply(q_BGMTK, k_BGTK, v_BGTK, slopes, doc_ids, causal, scale, block_size).flatten(1, 2).to(q.dtype)
 
-# %% ../nbs/04_triton_attention.ipynb #60942758
+# %% ../nbs/04_triton_attention.ipynb #93996698
 def flash_attention(
     q: torch.Tensor,            # (B, H, Tq, K), the last Tq positions, K from 16 to 256
     k: torch.Tensor,            # (B, G, Tk, K), H divisible by G
