@@ -95,6 +95,7 @@ def test_amp_1_a_skipped_step_moves_neither_weights_nor_schedule(corpus, tmp_pat
     assert count == 1 and "embedding.weight" in reason and "on rank 0" in reason
 
 
+@pytest.mark.slow
 def test_fp16_looks_for_its_scale_longer_than_a_broken_run_may_last(corpus, tmp_path):
     fp16 = dict(dtype="fp16", loss_scale=2.0**30, steps=24)
     code, rows, training = run(configure(corpus, optim=dict(kind="adamw"), train=fp16), tmp_path / "found")
