@@ -1,11 +1,12 @@
 """How fast are batches of tokens read in random order, beside others' loaders and a plain copy?
 
-    python benchmarks/loader_speed.py [--million-tokens 40] [--seconds 5]
+    python benchmarks/loader_speed.py [--million-tokens 40] [--seconds 5] [--batch 16]
 
 The same random tokens as token shards, as an Arrow data set of Hugging Face datasets (torch format), as litdata's chunks
-and as one memory-mapped file; rows of 2,048 in batches of 16, int64 inputs and targets out. The floor is memcpy of as many
+and as one memory-mapped file; rows of 2,048 in batches of 16 (or what --batch says), int64 inputs and targets out. The floor is memcpy of as many
 bytes as the batches have, one after the other, from an array that no cache holds. One process, one core, one run in ten
-rounds, of which the median counts; whatever is not installed is left out. Prints a table, appends a line to results/loader_speed.jsonl.
+rounds, of which the median counts, with the C library's allocator set as training sets it (for all of them); whatever is not
+installed is left out. Prints a table, appends a line to results/loader_speed.jsonl.
 """
 
 import argparse
@@ -19,10 +20,11 @@ import torch
 
 from llm_from_scratch.dataloader import TokenLoader, endless
 from llm_from_scratch.env import environment_report
+from llm_from_scratch.launch import keep_freed_memory
 from llm_from_scratch.token_shards import open_shards, write_shards
 
 RESULTS = Path(__file__).parent / "results" / "loader_speed.jsonl"
-BATCH, SEQ_LEN, ROUNDS = 16, 2_048, 10
+SEQ_LEN, ROUNDS = 2_048, 10
 ROW = SEQ_LEN + 1
 
 
@@ -35,20 +37,20 @@ def tokens_a_second(batches, seconds: float) -> float:
     return count / spent
 
 
-def ours(shards, **options):
-    for batch in endless(TokenLoader(shards, batch_size=BATCH, seq_len=SEQ_LEN, **options)):
+def ours(shards, batch_size: int, **options):
+    for batch in endless(TokenLoader(shards, batch_size=batch_size, seq_len=SEQ_LEN, **options)):
         yield batch.inputs, batch.targets
 
 
-def plain_memmap(path: Path, num_tokens: int):
+def plain_memmap(path: Path, num_tokens: int, batch_size: int):
     data, random = np.memmap(path, "<u2", mode="r"), np.random.default_rng(0)
     while True:
-        starts = random.integers(0, num_tokens - ROW, BATCH)
+        starts = random.integers(0, num_tokens - ROW, batch_size)
         rows = torch.stack([torch.from_numpy(data[start : start + ROW].astype(np.int64)) for start in starts])
         yield rows[:, :-1], rows[:, 1:]
 
 
-def hugging_face(tokens: np.ndarray, folder: Path):
+def hugging_face(tokens: np.ndarray, folder: Path, batch_size: int):
     import datasets
     import pyarrow as pa
 
@@ -58,7 +60,7 @@ def hugging_face(tokens: np.ndarray, folder: Path):
     datasets.Dataset(pa.table({"ids": column})).save_to_disk(folder)
     loaded = datasets.load_from_disk(folder).with_format("torch")
     while True:
-        for batch in torch.utils.data.DataLoader(loaded, batch_size=BATCH, shuffle=True, drop_last=True):
+        for batch in torch.utils.data.DataLoader(loaded, batch_size=batch_size, shuffle=True, drop_last=True):
             ids = batch["ids"].long()
             yield ids[:, :-1], ids[:, 1:]
 
@@ -67,7 +69,7 @@ def read_part(path):
     yield torch.from_numpy(np.load(path).astype(np.int32))
 
 
-def lit(tokens: np.ndarray, folder: Path):
+def lit(tokens: np.ndarray, folder: Path, batch_size: int):
     import litdata
 
     parts = []
@@ -77,14 +79,14 @@ def lit(tokens: np.ndarray, folder: Path):
     litdata.optimize(fn=read_part, inputs=parts, output_dir=str(folder / "chunks"), chunk_size=ROW * 1_024, item_loader=litdata.TokensLoader(block_size=ROW), num_workers=1)
     data = litdata.StreamingDataset(str(folder / "chunks"), item_loader=litdata.TokensLoader(block_size=ROW), shuffle=True)
     while True:
-        for batch in litdata.StreamingDataLoader(data, batch_size=BATCH, drop_last=True):
+        for batch in litdata.StreamingDataLoader(data, batch_size=batch_size, drop_last=True):
             ids = batch.long()
             yield ids[:, :-1], ids[:, 1:]
 
 
-def memcpy(num_tokens: int):
-    source, target, at = np.ones(num_tokens, np.int64), np.empty(BATCH * ROW, np.int64), 0
-    done = torch.empty(BATCH, SEQ_LEN)
+def memcpy(num_tokens: int, batch_size: int):
+    source, target, at = np.ones(num_tokens, np.int64), np.empty(batch_size * ROW, np.int64), 0
+    done = torch.empty(batch_size, SEQ_LEN)
     while True:
         np.copyto(target, source[at : at + len(target)])
         at = (at + len(target)) % (num_tokens - len(target))
@@ -95,8 +97,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--million-tokens", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--batch", type=int, default=16)
     options = parser.parse_args()
+    batch = options.batch
     torch.set_num_threads(1)
+    keep_freed_memory()
     random = np.random.default_rng(0)
     tokens = random.integers(0, 50_000, options.million_tokens * 10**6).astype("<u2")
     with tempfile.TemporaryDirectory() as name:
@@ -106,13 +111,13 @@ def main() -> None:
         shards = open_shards(work / "shards")
         tokens.tofile(work / "tokens.bin")
         makers = {
-            "memcpy": lambda: memcpy(len(tokens)),
-            "token shards": lambda: ours(shards, document_mask=False, prefetch_batches=0),
-            "token shards, read ahead": lambda: ours(shards, document_mask=False),
-            "token shards with document masks": lambda: ours(shards, prefetch_batches=0),
-            "plain memmap": lambda: plain_memmap(work / "tokens.bin", len(tokens)),
-            "datasets": lambda: hugging_face(tokens, work / "arrow"),
-            "litdata": lambda: lit(tokens, work),
+            "memcpy": lambda: memcpy(len(tokens), batch),
+            "token shards": lambda: ours(shards, batch, document_mask=False, prefetch_batches=0),
+            "token shards, read ahead": lambda: ours(shards, batch, document_mask=False),
+            "token shards with document masks": lambda: ours(shards, batch, prefetch_batches=0),
+            "plain memmap": lambda: plain_memmap(work / "tokens.bin", len(tokens), batch),
+            "datasets": lambda: hugging_face(tokens, work / "arrow", batch),
+            "litdata": lambda: lit(tokens, work, batch),
         }
         running = {}
         for loader, make in makers.items():
@@ -129,7 +134,7 @@ def main() -> None:
     for loader, speed in sorted(found.items(), key=lambda item: -item[1]):
         print(f"{loader:34} {speed / 1e6:9.1f} million tokens/s   {speed / found['memcpy']:6.3f} of memcpy   {speed / found.get('datasets', np.nan):8.1f} x datasets")
     report = environment_report()
-    line = {"batch": [BATCH, SEQ_LEN], "million_tokens": options.million_tokens, "tokens_per_second": {key: round(value) for key, value in found.items()}, "cpu": report.get("cpu"), "torch": torch.__version__}
+    line = {"batch": [batch, SEQ_LEN], "million_tokens": options.million_tokens, "tokens_per_second": {key: round(value) for key, value in found.items()}, "cpu": report.get("cpu"), "torch": torch.__version__}
     with open(RESULTS, "a") as file:
         file.write(json.dumps(line, default=str) + "\n")
 

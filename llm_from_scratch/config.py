@@ -6,7 +6,8 @@
 __all__ = ['Count', 'Positive', 'Share', 'PRESETS', 'suggest', 'Section', 'round_up', 'ModelConfig', 'TokenizerConfig',
            'DataConfig', 'TrainConfig', 'OptimConfig', 'EvalConfig', 'CheckpointConfig', 'EngineConfig', 'LogConfig',
            'Config', 'merge', 'replace', 'config_hash', 'StrictLoader', 'read_yaml', 'to_yaml', 'options_of', 'explain',
-           'build_config', 'load_preset', 'dash_options', 'CommandParser', 'add_config_options', 'chosen_values']
+           'build_config', 'load_preset', 'dash_options', 'CommandParser', 'add_config_options', 'read_mapping',
+           'chosen_values']
 
 # %% ../nbs/00a_config.ipynb #c085e031
 import argparse
@@ -110,8 +111,8 @@ class DataConfig(Section):
     dtype: Literal["auto", "uint16", "uint32"] = Field("auto", description="type of stored ids; auto: uint16 where the vocabulary fits")
     document_mask: bool = Field(True, description="attention stays within a document and positions restart")
     shuffle: bool = Field(True, description="rows in a new random order every epoch")
-    mix: dict[str, float] = Field({}, description="share of each source in the training rows, web=0.7,code=0.3; empty: as the data has them")
-    mix_changes: dict[int, dict[str, float]] = Field({}, description="other shares from a step on, {1000: {web: 0.5, code: 0.5}}")
+    mix: dict[str, float] = Field({}, description="share of each source in the training rows, web=0.7 code=0.3; empty: as the data has them")
+    mix_changes: dict[int, dict[str, float]] = Field({}, description="other shares from a step on, in quotes: '{1000: {web: 0.5, code: 0.5}}'")
     source_weights: str = Field("auto", description="weights.json of the distribution gate: a path, auto (the corpus's own) or none")
     lengths: list[Positive] = Field([], description="row lengths to choose from, 256 512 1024: a batch has the length of its documents; empty: train.seq_len")
     prefetch_batches: Count = Field(2, description="batches made ready ahead of the step")
@@ -122,6 +123,7 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _possible_mix(self):
+        if min(self.mix_changes, default=0) < 0: raise ValueError(f"mix_changes: there is no step {min(self.mix_changes)}")
         for shares in (self.mix, *self.mix_changes.values()):
             for source, share in shares.items():
                 if not 0 <= share < float("inf"): raise ValueError(f"mix: the share of {source} is {share}; shares are numbers from 0")
@@ -378,6 +380,14 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(f"{message} (see {self.prog} --help)")
 
+    def parse_known_args(self, args=None, namespace=None):
+        namespace, unknown = super().parse_known_args(args, namespace)
+        for action in self._actions: # an empty value is nearly always a shell variable that was not set
+            value = getattr(namespace, action.dest, None)
+            if action.default != "" and (value == "" or isinstance(value, list) and "" in value):
+                raise UserError(f"{(action.option_strings or [action.metavar or action.dest])[-1]} is empty; give a value{', or leave the option out' * bool(action.option_strings)}")
+        return namespace, unknown
+
     def parse_args(self, args=None, namespace=None):
         namespace, unknown = self.parse_known_args(dash_options(args), namespace)
         if unknown:
@@ -385,10 +395,6 @@ class CommandParser(argparse.ArgumentParser):
             name = unknown[0].partition("=")[0]
             kind = "option" if name.startswith("-") else "argument"
             raise UserError(f"unknown {kind} {name!r}{suggest(name, options)} (see {self.prog} --help)")
-        for action in self._actions: # an empty value is nearly always a shell variable that was not set
-            value = getattr(namespace, action.dest, None)
-            if action.option_strings and action.default != "" and (value == "" or isinstance(value, list) and "" in value):
-                raise UserError(f"{action.option_strings[-1]} is empty; give a value, or leave the option out")
         return namespace
 
 # %% ../nbs/00a_config.ipynb #e5c97b22
@@ -409,18 +415,33 @@ def add_config_options(
         groups[section].add_argument(f"--{key}".replace("_", "-"), dest=key, default=argparse.SUPPRESS, nargs="+" if many else None,
             metavar=shown, help=f"{field.description} (default {field.get_default(call_default_factory=True)})".replace("%", "%%"))
 
+# %% ../nbs/00a_config.ipynb #4ab04152
+def read_mapping(
+    key: str,         # of the option, for the error
+    words: list[str], # as a shell split them
+    is_nested: bool,  # its values are mappings too
+) -> dict:            # not yet validated
+    "What NAME=VALUE words say, or a YAML mapping in braces, which may be nested; UserError with the form where it is neither."
+    text, pairs = " ".join(words), [pair.rpartition("=") for word in words for pair in word.split(",") if pair]
+    try: found = yaml.load(text, StrictLoader) if text.startswith("{") else None
+    except yaml.YAMLError: found = None
+    if not text.startswith("{") and not is_nested and all(equals for _, equals, _ in pairs): found = {name: value for name, _, value in pairs}
+    form = "'{1000: {web: 0.5, code: 0.5}}'" if is_nested else "web=0.7 code=0.3"
+    if found is None: raise UserError(f"{key} {text}: write it as {form}")
+    return found
+
 # %% ../nbs/00a_config.ipynb #7362a5a4
 def chosen_values(
     options: argparse.Namespace,  # parsed by a parser with add_config_options
     kind: type[Section] = Config, # the same as there
 ) -> dict:                        # nested layer of what was given on the command line
-    "The options that the user gave; none means no value where a field may be empty, NAME=VALUE fills a mapping."
+    "The options that the user gave; none means no value where a field may be empty."
     layer: dict = {}
     fields = options_of(kind)
     for key, value in vars(options).items():
         if key not in fields: continue
         section, _, name = key.rpartition(".")
         if type(None) in get_args(fields[key].annotation) and value in ("none", "None", "null"): value = None
-        if get_origin(fields[key].annotation) is dict: value = dict(pair.partition("=")[::2] for pair in value)
+        if get_origin(fields[key].annotation) is dict: value = read_mapping(key, value, get_origin(get_args(fields[key].annotation)[1]) is dict)
         (layer.setdefault(section, {}) if section else layer)[name] = value
     return layer

@@ -13,12 +13,10 @@ __all__ = ['KEEP', 'STAGES', 'CLEAN_REASONS', 'LANGUAGES', 'MIN_PAGE_MEMORY', 'T
 
 # %% ../nbs/01_data_cleaning.ipynb #d285c8ab
 import functools
-import gzip
 import importlib.util
 import re
 import tempfile
 import unicodedata
-import zlib
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -31,9 +29,10 @@ import fasttext
 from pydantic import Field, field_validator, model_validator
 
 from .config import Positive, Section, Share, suggest
-from .documents import READERS, Document, Skipped, document_id, unpack
+from .documents import READERS, Document, Skipped, document_id
 from .env import UserError
 from .html import PAGE_REASONS, PageLimits, PageParser, ParsedPage, decode_html, extract_text
+from .packed_files import unpack
 from .storage import fetch, is_remote, open_binary
 from .warc import WarcReader, WarcRecord
 
@@ -474,7 +473,7 @@ def _is_longer(text: str, max_bytes: int) -> bool:
 def _read_bounded(path: str | Path, max_bytes: int) -> bytes | None:
     with open_binary(path) as file:
         try: return unpack(file, str(path)).read(max_bytes + 1)
-        except (EOFError, gzip.BadGzipFile, zlib.error): return None
+        except EOFError: return None
 
 _DOCUMENT_START = re.compile(rb"(?:\xef\xbb\xbf)?\s*(?:<!--.{0,500}?-->\s*)?(?:<!doctype html|<html[\s>])", re.I | re.S)
 

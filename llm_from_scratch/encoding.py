@@ -11,6 +11,7 @@ __all__ = ['PROGRAM', 'EncodeConfig', 'corpus_hashes', 'make_plan', 'check_plan'
 import argparse
 import importlib
 import json
+import shlex
 import shutil
 import sys
 from collections import Counter
@@ -30,7 +31,7 @@ from .documents import corpus_files, cut_documents, folder_kind, inputs_hash, is
 from .env import UserError, hash_json, run_command
 from .storage import is_remote, publish_folder
 from .tasks import Task, TaskReport, run_tasks
-from .token_shards import SPLITS, ShardWriter, fill_writers, finish_shards, map_tokens, store_shard, token_dtype
+from .token_shards import SPLITS, ShardWriter, fill_writers, finish_shards, left_out, map_tokens, store_shard, token_dtype
 from .tokenizer import Tokenizer
 
 # %% ../nbs/02aa_encoding.ipynb #43eb2c81
@@ -264,13 +265,13 @@ PROGRAM = "python -m llm_from_scratch.token_shards"
 
 def describe_tokens(
     path: str | Path, # folder or URL of encoded splits, or of one split
-) -> dict:            # plain JSON; `problems` is empty where all files are there with their sizes; of a URL, none is looked at
+) -> dict:            # plain JSON; `problems` is empty where every file has its hash, None of a URL, whose files nobody looked at
     "What a folder of tokens holds and what it was made of; raises UserError for anything else."
     manifest = importlib.import_module("llm_from_scratch.shard_cache").read_remote_manifest(str(path)) if is_remote(path) else read_manifest(path)
     if manifest["kind"] not in ("tokens", "token_shards"): raise UserError(f"{path}: holds {manifest['kind']}, not tokens")
     facts = {name: value for name, value in manifest["extra"].items() if name != "shards"}
     if "shards" in manifest["extra"]: facts["num_shards"] = len(manifest["extra"]["shards"])
-    return {"hash": manifest["hash"], "made_of": manifest["inputs"], **facts, "problems": [] if is_remote(path) else verify_manifest(path, deep=False)}
+    return {"hash": manifest["hash"], "made_of": manifest["inputs"], **facts, "problems": None if is_remote(path) else verify_manifest(path)}
 
 # %% ../nbs/02aa_encoding.ipynb #6bd0d02d
 def encode_command(
@@ -288,8 +289,10 @@ def encode_command(
         print(f"stopped; what is finished stays in {work_folder(cfg.out)}, the same command goes on", file=sys.stderr)
         return 3
     train, val = (made["extra"][split]["num_tokens"] for split in SPLITS)
-    print(f"tokens   {cfg.out}: {train:,} for training, {val:,} for validation, of {made['extra']['reading']['kept']:,} documents\n"
-          f"train    torchrun -m llm_from_scratch.train --data.path {cfg.out}")
+    reading, place = made["extra"]["reading"], shlex.quote(cfg.out)
+    print(f"tokens   {place}: {train:,} for training, {val:,} for validation, of {reading['kept']:,} documents")
+    if lost := left_out(reading): print(f"left out {lost}")
+    print(f"train    torchrun -m llm_from_scratch.train --data.path {place}")
     return 0
 
 # %% ../nbs/02aa_encoding.ipynb #fc519122
@@ -300,7 +303,7 @@ def main(
     first = CommandParser(prog=PROGRAM, description="Make or inspect token shards.", epilog="Each command has a --help of its own.")
     first.add_argument("command", choices=["encode", "info"])
     if first.parse_args(arguments[:1]).command == "encode": return encode_command(arguments[1:])
-    parser = CommandParser(prog=f"{PROGRAM} info", description="Counts, hashes and problems, as JSON.")
+    parser = CommandParser(prog=f"{PROGRAM} info", description="Counts, hashes and problems, as JSON; exit 1 where a file is missing or has another hash. Of a URL, problems is null: its files are hashed when they are fetched.")
     parser.add_argument("path", metavar="DIR", help="folder or URL of encoded splits, or of one split")
     found = describe_tokens(parser.parse_args(arguments[1:]).path)
     print(json.dumps(found, indent=1))

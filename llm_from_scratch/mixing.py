@@ -198,6 +198,7 @@ def shares_of(
 ) -> np.ndarray:                   # (M,) of sum 1; 0 for streams that are not named
     "Shares in the plan's order; UserError for a name or a share that can't be."
     for name, share in weights.items():
+        if plan.names == [""]: raise UserError(f"mix: there is no source {name!r} in the data, whose documents name none; give them a `source` field, or leave out the mix")
         if name not in plan.names: raise UserError(f"mix: there is no source {name!r} in the data{suggest(name, plan.names)}; it has {', '.join(map(repr, plan.names[:10]))}")
         if not 0 <= share < float("inf"): raise UserError(f"mix: the share of {name} is {share}; shares are numbers from 0")
         number = plan.names.index(name)

@@ -24,7 +24,8 @@ from pyarrow import parquet
 from .env import UserError
 from .artifacts import read_json, read_manifest, sha256_file, verify_manifest
 from .storage import fetch, is_remote, open_binary
-from .documents import READERS, document_id, unpack
+from .documents import READERS, document_id
+from .packed_files import read_lines
 from .warc import read_raw_record
 from .data_cleaning import source_kind
 
@@ -95,8 +96,9 @@ def table_row(
             rows = (row for batch in parquet.ParquetFile(file).iter_batches(1024) for row in batch.to_pylist())
             lines = (json.dumps(row, default=str).encode() + b"\n" for row in rows)
         elif source_kind(path) in ("tar", "arrow"): lines = (json.dumps(asdict(row)).encode() + b"\n" for row in READERS[source_kind(path)](fetch(path, folder)))
-        else: lines = unpack(file, path)
+        else: lines = read_lines(file, path)
         found = next(itertools.islice(lines, number - 1, None), None)
+        if isinstance(found, str): raise UserError(f"{path}: line {number} is {found}")
     if found is None: raise UserError(f"{path}: has no row {number} any more; it is another file than the one that was read")
     return found
 

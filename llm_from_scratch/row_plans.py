@@ -11,6 +11,7 @@ __all__ = ['FILLER', 'Spans', 'whole_rows', 'WholeRows', 'RowPlan', 'plan_rows',
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,7 +32,7 @@ class Spans:
 
     def filled(self,
         num_rows: int,  # B
-    ) -> np.ndarray:    # (B,) int64; 0 for a row without a stretch
+    ) -> np.ndarray | None: # (B,) int64, 0 for a row without a stretch; None: every row is known to be full
         "How many tokens each row gets."
         return np.bincount(self.rows, self.lengths, minlength=num_rows).astype(np.int64)
 
@@ -47,6 +48,7 @@ def whole_rows(
 
 class WholeRows(Spans):
     "One stretch a row, all of one length: what most batches are, and read without looking at rows and columns."
+    def filled(self, num_rows: int) -> np.ndarray | None: return None if num_rows == len(self.shards) else super().filled(num_rows)
 
 @lru_cache(64)
 def _frame(count: int, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -67,7 +69,7 @@ class RowPlan:
         row_ids: np.ndarray,             # (B,) row numbers
     ) -> tuple[np.ndarray, np.ndarray]:  # (B,) shard numbers, (B,) positions of the rows' first tokens
         "Where rows are stored."
-        shard_ids = np.searchsorted(self.first_row, row_ids, side="right") - 1
+        shard_ids = self.first_row[1:].searchsorted(row_ids, side="right")
         return shard_ids, (row_ids - self.first_row[shard_ids]) * self.seq_len
 
     def spans(self,
@@ -161,7 +163,7 @@ def read_rows(
     "Copy rows from the maps into a staging buffer, each token once."
     if isinstance(spans, WholeRows):
         length = out.shape[1]
-        for row, shard, start in zip(out, spans.shards.tolist(), spans.starts.tolist()): np.copyto(row, shards[shard][start:start + length])
+        for row, (shard, start) in enumerate(zip(spans.shards.tolist(), spans.starts.tolist())): out[row] = shards[shard][start:start + length]
     else:
         for row, column, shard, start, length in spans: out[row, column:column + length] = shards[shard][start:start + length]
     return out
@@ -198,17 +200,26 @@ def document_borders(
 
 # %% ../nbs/02ac_row_plans.ipynb #2fc2e847
 def mark_documents(
-    borders: np.ndarray,             # (B, T) bool, from `document_borders`
-) -> tuple[np.ndarray, np.ndarray]:  # (B, T) int64 document numbers within the row, (B, T) int64 positions within the document
+    borders: np.ndarray, # (B, T) bool, from `document_borders`
+    *,
+    out: tuple[np.ndarray, np.ndarray] | None = None, # two arrays (B, T) int64 to fill; None: new ones
+) -> tuple[np.ndarray, np.ndarray]: # (B, T) document numbers within the row, (B, T) positions within the document
     "Number a row's documents from 0 and the tokens of each from 0."
+    doc_ids, positions = out or (np.empty(borders.shape, np.int64), np.empty(borders.shape, np.int64))
+    num_rows = max(1, 2**15 // borders.shape[1])
+    for at in range(0, len(borders), num_rows): _mark(borders[at:at + num_rows], doc_ids[at:at + num_rows], positions[at:at + num_rows])
+    return doc_ids, positions
+
+def _mark(borders: np.ndarray, doc_ids: np.ndarray, positions: np.ndarray) -> None:
     heads = borders.copy()
     heads[:, 0] = True
     begins, row_len = np.flatnonzero(heads), borders.shape[1]
     lengths = np.diff(begins, append=borders.size)
-    numbers = np.arange(len(begins)) - np.searchsorted(begins, begins // row_len * row_len)
-    positions = np.arange(borders.size)
-    positions -= np.repeat(begins, lengths)
-    return np.repeat(numbers, lengths).reshape(borders.shape), positions.reshape(borders.shape)
+    doc_ids[:] = np.repeat(np.arange(len(begins)) - np.searchsorted(begins, begins // row_len * row_len), lengths).reshape(borders.shape)
+    np.subtract(_counting(borders.size).reshape(borders.shape), np.repeat(begins, lengths).reshape(borders.shape), out=positions)
+
+@lru_cache(64)
+def _counting(count: int) -> np.ndarray: return np.arange(count)
 
 # %% ../nbs/02ac_row_plans.ipynb #fec9051d
 def cut_documents(
@@ -222,8 +233,7 @@ def cut_documents(
     return int(((begins // seq_len != last_row) | (last_row >= num_rows)).sum())
 
 # %% ../nbs/02ac_row_plans.ipynb #0be5d2ac
-@dataclass(frozen=True)
-class Ticket:
+class Ticket(NamedTuple):
     "What to read for one batch, and where the feed stands when it has been handed out."
     row_ids: np.ndarray # (B,) row numbers, FILLER only at the end
     seq_len: int        # T of this batch

@@ -95,7 +95,7 @@ def document_row(
 class RowWriter:
     "Append rows to a Parquet file, a bounded group at a time; the file is there even without a row."
     def __init__(self, path: Path, schema: pyarrow.Schema, group_bytes: int = 8 * 2**20):
-        self.writer, self.schema, self.group_bytes = parquet.ParquetWriter(path, schema, compression="zstd"), schema, group_bytes
+        self.writer, self.schema, self.group_bytes = parquet.ParquetWriter(path, schema, compression="zstd", write_page_checksum=True), schema, group_bytes
         self.rows, self.num_bytes = [], 0
 
     def write(self, row: dict) -> None:

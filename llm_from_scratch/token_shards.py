@@ -6,7 +6,7 @@
 __all__ = ['MAX_VOCAB_SIZE', 'DEFAULT_SHARD_TOKENS', 'DEFAULT_CACHE_BYTES', 'SPLITS', 'token_dtype', 'token_offset_bytes',
            'EncodedDocument', 'check_ids', 'store_shard', 'write_shard', 'ShardWriter', 'finish_shards', 'write_shards',
            'map_tokens', 'TokenShards', 'map_folder', 'document_at', 'check_maxima', 'open_shards', 'check_borders',
-           'encode_documents', 'split_of', 'fill_writers', 'write_splits', 'shards_key', 'cached_shards',
+           'encode_documents', 'split_of', 'fill_writers', 'write_splits', 'shards_key', 'cached_shards', 'left_out',
            'find_encoded', 'open_encoded', 'encoded_tokenizer', 'main']
 
 # %% ../nbs/02a_token_shards.ipynb #a8b84b3d
@@ -14,7 +14,7 @@ import importlib
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -26,7 +26,7 @@ from pyarrow import parquet
 
 from .artifacts import Lock, atomic_folder, read_manifest, require_inputs, verify_manifest, write_manifest
 from .config import DataConfig
-from .documents import Document, folder_kind, inputs_hash, is_validation, read_corpus, read_documents, stdlib_files
+from .documents import REASONS, Document, folder_kind, inputs_hash, is_validation, read_corpus, read_documents, stdlib_files
 from .env import UserError, hash_json, run_command
 from .storage import is_remote
 from .tokenizer import Tokenizer
@@ -394,13 +394,23 @@ def cached_shards(
     if not (folder / split).exists(): raise UserError(f"the {split} split of {len(files)} file(s) is empty: a text of one character can't be split; give more text")
     return open_shards(folder / split, tokenizer_fingerprint=tokenizer.fingerprint)
 
+# %% ../nbs/02a_token_shards.ipynb #bdb9b06b
+def left_out(
+    reading: Mapping[str, int], # what the reader met, as in a manifest
+) -> str:                       # in words; "" where every document was kept
+    "The documents that were left out, by reason; damage is counted by its places, since nobody knows how many documents it cost."
+    reasons = [f"{reading[reason]:,} {reason}" for reason in REASONS if reason != "damaged" and reading.get(reason)]
+    places = [f"what stood at {reading['damaged']:,} damaged place{'s' * (reading['damaged'] > 1)}"] if reading.get("damaged") else []
+    return ", ".join(reasons + places)
+
 # %% ../nbs/02a_token_shards.ipynb #3ab85c7e
 def find_encoded(
     paths: Sequence[str], # as in data.path
 ) -> str | None:          # the folder or URL; None: the paths name texts
-    "The folder of encoded splits that the paths name; raises UserError for one among others, or for a split alone."
+    "The folder of encoded splits that the paths name; raises UserError for one among others, a split alone, or a broken manifest."
     kinds = {path: "tokens" if is_remote(path) else folder_kind(path) for path in paths}
     for path, kind in kinds.items():
+        if kind == "" and Path(path).is_dir() and any(next(Path(path).glob(files), None) for files in ("*.idx.npy", "train/*.idx.npy", "val/*.idx.npy")): read_manifest(path)
         if kind == "token_shards": raise UserError(f"{path}: is one split of encoded tokens; name the folder above it, with train, val and tokenizer")
         if kind == "tokens" and len(kinds) > 1: raise UserError(f"{path}: is encoded already and can't be mixed with other inputs; name it alone")
     return next((path for path, kind in kinds.items() if kind == "tokens"), None)

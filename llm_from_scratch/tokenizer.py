@@ -359,7 +359,7 @@ def build_parsers() -> dict[str, CommandParser]: # by command: train, encode, in
     train.add_argument("--no-byte-fallback", action="store_true", help="unknown characters become unk instead of bytes")
     encode = CommandParser(prog=f"{PROGRAM} encode", description="Show the ids and pieces of a text.")
     encode.add_argument("--tokenizer", required=True, metavar="DIR", help="folder of a tokenizer")
-    encode.add_argument("text", metavar="TEXT")
+    encode.add_argument("text", metavar="TEXT", default="")
     info = CommandParser(prog=f"{PROGRAM} info", description="Sizes, ids, fingerprint and origin, as JSON.")
     info.add_argument("tokenizer", metavar="DIR", help="folder of a tokenizer")
     return {"train": train, "encode": encode, "info": info}

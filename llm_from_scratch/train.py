@@ -33,7 +33,7 @@ from llm_from_scratch.distributed import (
     Engine, all_sum, broadcast_object, check_parity, gather_objects, mistake_elsewhere, next_token_loss, plan_batch, prepare,
     speaks_first, watch_launcher,
 )
-from .documents import corpus_files, inputs_hash, is_validation, read_corpus
+from .documents import REASONS, corpus_files, inputs_hash, is_validation, read_corpus
 from llm_from_scratch.env import (
     Ranks, UserError, choose_device, choose_dtype, close_process_group, environment_report, hash_json, open_log, open_process_group,
     read_ranks, run_command, seed_everything, set_debug, set_deterministic, why_not_compile,
@@ -41,8 +41,8 @@ from llm_from_scratch.env import (
 from .eval import bits_per_byte, evaluate_loader, syntax_rate
 from .generate import complete
 from llm_from_scratch.launch import (
-    DIVERGED, DONE, INTERRUPTED, STOPPED, USER_ERROR, StopRequest, check_memory, check_resume, check_run_folder, check_same_data, checkpoint_to_resume,
-    again, claim_folder, interruptible, keep_freed_memory, last_word, load_initial_weights, next_commands, remember_stop, remove_stub, repeated_stop, resolve, set_threads,
+    DIVERGED, DONE, INTERRUPTED, STOPPED, USER_ERROR, StopRequest, check_memory, check_readers, check_resume, check_run_folder, check_same_data, check_saving, checkpoint_to_resume,
+    again, claim_folder, keep_freed_memory, last_word, load_initial_weights, next_commands, remember_stop, remove_stub, repeated_stop, resolve, set_threads,
     write_run_folder,
 )
 from .mixing import mix_at, mix_notes
@@ -52,9 +52,8 @@ from llm_from_scratch.monitoring import (
 )
 from .optim import build_optimizer, set_lr
 from .remote_runs import sync_run_folder, work_locally
-from .signatures import read_key
 from .state_trees import capture_rng, restore_rng
-from .token_shards import TokenShards, cached_shards, encoded_tokenizer, find_encoded, open_encoded
+from .token_shards import TokenShards, cached_shards, encoded_tokenizer, find_encoded, left_out, open_encoded
 from .tokenizer import Tokenizer, cached_tokenizer
 
 # %% ../nbs/09_train.ipynb #a418ff6e
@@ -171,7 +170,6 @@ def open_saver(
 ) -> tuple[BackgroundSaver, SaveSchedule]: # only rank 0's saver ever gets to write
     "What writes the checkpoints, and what says when."
     options, folder = training.config.checkpoint, run_dir / "checkpoints"
-    if training.ranks.is_main and options.signing_key: read_key(options.signing_key, private=True) # better refused now than at the first save
     best = read_best(folder) if training.ranks.is_main and options.keep_best else None
     follow = partial(sync_run_folder, run_dir, training.url) if training.url else None
     return BackgroundSaver(folder, options, follow), SaveSchedule(options, **({"best_loss": best["val_loss"]} if best else {}))
@@ -327,12 +325,13 @@ def show_start(
 ) -> None:
     "What this run is, before its first step."
     train, ranks, model, data = training.config.train, training.ranks.world_size, training.model, training.data
-    accumulation = plan_batch(train.global_batch, train.micro_batch, ranks)
+    accumulation, reading = plan_batch(train.global_batch, train.micro_batch, ranks), data.train.manifest["extra"]["reading"]
+    if lost := left_out(reading): notes = [*notes, f"left out of the data: {lost}"]
     console.print(f"fingerprint  {fingerprint['all'][:16]}: " + ", ".join(f"{key} {value[:8]}" for key, value in fingerprint.items() if key != "all"))
     console.print(f"model        {count_parameters(model)['total']:,} parameters, vocabulary {model.cfg.vocab_size:,}, "
                   f"{str(training.dtype).removeprefix('torch.')} on {training.device}, {torch.get_num_threads()} threads")
     console.print(f"data         {data.train.num_tokens:,} training and {data.val.num_tokens:,} validation tokens, {training.loader.dropped_tokens:,} left over at shard ends; "
-                  + ", ".join(f"{key} {value:,}" for key, value in data.train.manifest["extra"]["reading"].items() if not key.startswith("encoded")))
+                  + ", ".join(f"{key} {value:,}" for key, value in reading.items() if key not in REASONS and not key.startswith("encoded")))
     console.print(f"batch        {train.global_batch} rows asked for = {train.global_batch // ranks // accumulation} a micro-batch x {accumulation} accumulated x {ranks} ranks, {train.seq_len} tokens each")
     for note in [*notes, *mix_notes(training.loader.feed, training.config.data)]: console.print(f"note         {note}")
 
@@ -354,7 +353,8 @@ def show_end(
     table = Table(title="The run", title_justify="left", show_header=False)
     for name, value in figures.items(): table.add_row(name, f"{value:,.4f}" if isinstance(value, float) else readable(value))
     table.add_section()
-    for name, place in FOLDER.items(): table.add_row(name, str(run_dir / place))
+    for name, place in FOLDER.items():
+        if (run_dir / place).exists(): table.add_row(name, str(run_dir / place))
     console.print(table)
     for name, command in next_commands(run_dir, prompt).items(): console.print(f"{name:9} {command}", soft_wrap=True, markup=False, highlight=False)
 
@@ -420,6 +420,8 @@ def run(
     console = console or Console(quiet=not ranks.is_main, soft_wrap=True, markup=False)
     claim_folder(run_dir, resume_from)
     if old: check_run_folder(run_dir)
+    check_readers(config.data.num_workers, ranks)
+    if ranks.is_main: check_saving(run_dir, config.checkpoint)
     check_memory(config, config.model.vocab_size or config.tokenizer.vocab_size, ranks, choose_device(ranks))
     start = broadcast_object(checkpoint_to_resume(run_dir, resume_from, config.checkpoint.require_signature) if ranks.is_main else None)
     notes = check_resume(old, config, checkpoint_step(start) if start else 0, allow) if old else []
@@ -461,10 +463,9 @@ def main(
     keep_freed_memory()
     set_deterministic(config.train.deterministic)
     try:
-        with interruptible():
-            open_process_group(ranks, choose_device(ranks), timeout_seconds=config.engine.timeout_seconds)
-            code = hold_and_run(options, config, old, ranks)
-            close_process_group()
+        open_process_group(ranks, choose_device(ranks), timeout_seconds=config.engine.timeout_seconds)
+        code = hold_and_run(options, config, old, ranks)
+        close_process_group()
     except UserError as error: # every rank may have found it: one tells
         if speaks_first(str(error)): raise
         code = USER_ERROR

@@ -1,5 +1,7 @@
 "Cases of the loader: ends of files, ranks, resuming, borders of documents."
 import json
+import threading
+import time
 import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from llm_from_scratch.dataloader import IGNORED, TokenLoader, endless
+from llm_from_scratch.dataloader import IGNORED, StagingBuffers, TokenLoader, endless
 from llm_from_scratch.env import UserError
 from llm_from_scratch.row_plans import FILLER, document_borders, epoch_order, mark_documents, plan_rows, read_rows, whole_rows
 from llm_from_scratch.token_shards import open_shards, write_shards
@@ -317,3 +319,29 @@ def test_the_report_counts_what_a_walk_over_the_documents_counts(ragged):
     report = loader.report()
     assert report["cut_documents"] == cut / ragged.num_documents and report["dropped_tokens"] == loader.dropped_tokens
     assert report["padding"] == pytest.approx(1 - loader.num_rows / (4 * loader.num_batches))
+
+
+def test_batches_that_are_kept_are_never_written_over(ragged):
+    for options in ({}, {"prefetch_batches": 0}, {"document_mask": False}):
+        kept = list(TokenLoader(ragged, batch_size=2, seq_len=8, seed=3, **options))
+        fresh = [batch for batch in TokenLoader(ragged, batch_size=2, seq_len=8, seed=3, **options)]
+        passing = TokenLoader(ragged, batch_size=2, seq_len=8, seed=3, **options)
+        for one, other, third in zip(kept, fresh, passing, strict=True): # the third's buffers are used again, the others' are held
+            for a, b, c in zip(one.tensors(), other.tensors(), third.tensors(), strict=True): assert torch.equal(a, b) and torch.equal(a, c)
+
+
+def test_buffers_asked_for_by_many_threads_at_once_are_never_the_same():
+    buffers, found = StagingBuffers(most=4), []
+
+    def ask():
+        for _ in range(300):
+            mine = [buffers((4, 4)) for _ in range(3)]
+            mark = np.int64(threading.get_ident())
+            for array in mine: array[:] = mark
+            time.sleep(0)
+            found.append(all((array == mark).all() for array in mine) and len({id(array) for array in mine}) == 3)
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    assert len(found) == 1200 and all(found)

@@ -1,10 +1,12 @@
 "Cases of the encoding command: stops, workers, changed inputs, and what training accepts of its result."
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -196,3 +198,57 @@ def test_a_start_that_made_nothing_does_not_stand_in_the_way(tmp_path):
     arguments = ["encode", "--inputs", str(tmp_path / "texts"), "--out", str(tmp_path / "tokens")]
     with pytest.raises(UserError, match="vocab_size 8 is too small"): main([*arguments, "--tokenizer.vocab-size", "8"])
     assert main([*arguments, "--tokenizer.vocab-size", "320"]) == 0
+
+
+def write_damage(folder):
+    "Texts, and beside them a tar cut in half, a tar with an overwritten header, a cut Arrow file, and a text that is not UTF-8."
+    folder.mkdir()
+    for number in range(9):
+        (folder / f"page-{number}.txt").write_text(f"page {number} of a book\n" * 20)
+    (folder / "latin.txt").write_bytes(b"caf\xe9")
+    shard = io.BytesIO()
+    with tarfile.open(fileobj=shard, mode="w") as tar:
+        for number in range(20):
+            member = tarfile.TarInfo(f"{number:03d}.txt")
+            member.size = 600
+            tar.addfile(member, io.BytesIO(b"page %03d\n" % number * 60 + b"." * 60))
+    data = shard.getvalue()
+    (folder / "cut.tar").write_bytes(data[:len(data) // 2])
+    (folder / "overwritten.tar").write_bytes(data[:1536 * 5] + b"\xff" * 512 + data[1536 * 5 + 512:])
+    table = pyarrow.table({"text": [f"row {number} of a table\n" * 9 for number in range(99)]})
+    sink = io.BytesIO()
+    with pyarrow.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=9)
+    (folder / "cut.arrow").write_bytes(sink.getvalue()[:len(sink.getvalue()) // 2])
+
+
+def test_what_damage_cost_is_said_at_the_end(tmp_path, capsys):
+    write_damage(tmp_path / "damaged")
+    assert main(["encode", "--inputs", "damaged", "--out", "tokens", *OPTIONS]) == 0
+    places = read_manifest("tokens")["extra"]["reading"]["damaged"]
+    assert places >= 3 and f"left out 1 not_utf8, what stood at {places} damaged places\n" in capsys.readouterr().out
+
+
+def test_info_finds_an_edited_shard_and_an_edited_inner_manifest(capsys):
+    write_texts(20)
+    assert main(["encode", "--inputs", "texts", "--out", "tokens", *OPTIONS]) == 0
+    assert main(["info", "tokens"]) == 0
+    for name in ("train/00000.bin", "val/manifest.json"):
+        data = Path("tokens", name).read_bytes()
+        Path("tokens", name).write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
+        capsys.readouterr()
+        assert main(["info", "tokens"]) == 1
+        assert json.loads(capsys.readouterr().out)["problems"][0].startswith(f"{name}: content changed")
+        Path("tokens", name).write_bytes(data)
+
+
+def test_a_broken_manifest_of_encoded_tokens_is_named():
+    write_texts(20)
+    assert main(["encode", "--inputs", "texts", "--out", "tokens", *OPTIONS]) == 0
+    for manifest in (Path("tokens/train/manifest.json"), Path("tokens/manifest.json")):
+        whole = manifest.read_text()
+        for damage in (whole[:-9], "{}", "", None):
+            manifest.unlink() if damage is None else manifest.write_text(damage)
+            with pytest.raises(UserError, match=f"{manifest.parent}.*manifest.json"):
+                prepare_data(build_config({"data": {"path": [str(manifest.parent)]}}))
+        manifest.write_text(whole)

@@ -1,9 +1,11 @@
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -132,3 +134,22 @@ def test_half_precision_only_where_it_is_fast_and_never_fp16():
     for device in (cpu, torch.device("cuda", 0)):
         with pytest.raises(UserError, match="loss scaler"):
             env.choose_dtype("fp16", device)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("command", ["generate", "train"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_the_imports_is_one_line(command, number):
+    process = subprocess.Popen([sys.executable, "-m", f"llm_from_scratch.{command}"], env=clean_environment(PYTHONPATH=str(Path(__file__).parents[2])), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    caught, limit = 0, time.monotonic() + 60
+    while not caught & 1 << signal.SIGTERM - 1:
+        assert time.monotonic() < limit and process.poll() is None
+        caught = int(Path(f"/proc/{process.pid}/status").read_text().partition("SigCgt:")[2].split()[0], 16)
+    process.send_signal(number)
+    assert process.communicate(timeout=60) == ("", f"interrupted by {number.name}\n") and process.returncode == 130
+
+
+def test_importing_the_package_leaves_signals_alone():
+    code = "import signal, sys; sys.argv = ['-m']; import llm_from_scratch.env; print(signal.getsignal(signal.SIGINT) == signal.default_int_handler, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)"
+    process = start(code, PYTHONPATH=str(Path(__file__).parents[2]))
+    assert process.communicate(timeout=60)[0] == "True True\n"

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from llm_from_scratch.artifacts import write_json
+from llm_from_scratch.config import DataConfig
 from llm_from_scratch.dataloader import TokenLoader, endless
 from llm_from_scratch.env import UserError
-from llm_from_scratch.mixing import Mixture, counts_at, cut_streams, rows_due, shares_from_weights
+from llm_from_scratch.mixing import Mixture, counts_at, cut_streams, mix_notes, rows_due, shares_from_weights
 from llm_from_scratch.row_plans import FILLER, read_rows
 from llm_from_scratch.token_shards import EncodedDocument, open_shards, write_shards
 
@@ -161,6 +163,16 @@ def test_sources_without_a_share_are_counted(shards):
     report = loader.report()
     assert report["left_out_tokens"] == sizes[0] + sizes[1]
     assert loader.num_rows * 16 + 1 + report["dropped_tokens"] + report["left_out_tokens"] == shards.num_tokens
+
+
+def test_weights_that_rows_by_length_leave_unused_are_named(shards):
+    cfg = DataConfig(lengths=[8, 16])
+    feed = TokenLoader(shards, batch_size=4, seq_len=16, lengths=[8, 16]).feed
+    assert mix_notes(feed, cfg) == []
+    write_json(shards.path / "weights.json", {"web": 0.5})
+    [note] = mix_notes(feed, cfg)
+    assert note.startswith("data.lengths mixes nothing: the weights in ") and "weights.json are not used" in note
+    assert mix_notes(feed, DataConfig(lengths=[8, 16], source_weights="none")) == []
 
 
 def test_a_shift_of_names_is_refused(shards):

@@ -48,7 +48,22 @@ def test_light_best_signed_and_local_first_then_resumed(options, tmp_path, monke
         train.main(["--run-dir", str(run_dir), "--resume", str(run_dir / "checkpoints" / "step_00000008"), "--train.steps", "9"])
 
 
-def test_a_key_that_cannot_sign_is_refused_before_the_first_step(options, tmp_path):
-    with pytest.raises(UserError, match="none.pem: the private key can't be read"):
-        train.main([*options, "--train.steps", "3", "--checkpoint.signing-key", str(tmp_path / "none.pem"), "--run-dir", str(tmp_path / "run")])
-    assert not (tmp_path / "run" / "checkpoints").exists()
+def test_what_would_fail_at_the_first_save_is_refused_at_the_start(options, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "prepare_data", lambda config: pytest.fail("data were prepared"))
+    (private, public), (inside, _) = make_keys(tmp_path / "run.pem"), make_keys(tmp_path / "run" / "keys" / "own.pem")
+    for option, value, words in [
+        ("signing-key", tmp_path / "none.pem", "none.pem: the private key can't be read"),
+        ("signing-key", public, "is not a private key"),
+        ("signing-key", inside, "lies in the run's folder.*keep the key elsewhere"),
+        ("require-signature", tmp_path / "none.pem", "none.pem: the public key can't be read"),
+        ("local-dir", private, "checkpoint.local_dir .*run.pem is a file"),
+    ]:
+        with pytest.raises(UserError, match=words):
+            train.main([*options, "--train.steps", "3", f"--checkpoint.{option}", str(value), "--run-dir", str(tmp_path / "run")])
+    assert not (tmp_path / "run" / "checkpoints").exists() and not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_a_pickle_of_weights_is_not_read_and_what_is_said(options, tmp_path):
+    (tmp_path / "w.pt").write_bytes(b"PK")
+    with pytest.raises(UserError, match="w.pt is a file; a run's folder or a checkpoint is read.*never a pickle"):
+        train.main([*options, "--train.init-from", str(tmp_path / "w.pt"), "--run-dir", str(tmp_path / "run")])

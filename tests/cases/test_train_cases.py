@@ -366,6 +366,10 @@ def test_divergence_without_a_checkpoint_says_so(options, tmp_path, monkeypatch,
     (["--config", ""], "--config is empty"),
     (["--train.init-from", ""], "--train.init-from is empty"),
     (["--tokenizer.character-coverage", "0.9"], "tokenizer.character_coverage.*0.98"),
+    (["--data.num-workers", "1000"], r"data.num_workers 1000 asks for 1,000 reading processes on \d+ cores; take at most"),
+    (["--data.mix-changes", "100:web=1"], r"data.mix_changes 100:web=1: write it as '\{1000: \{web: 0.5, code: 0.5\}\}'"),
+    (["--data.mix-changes", "{-5: {web: 1}}"], "there is no step -5"),
+    (["--data.mix", "web"], "data.mix web: write it as web=0.7 code=0.3"),
 ])
 def test_an_impossible_option_is_refused_at_once(options, tmp_path, monkeypatch, change, words):
     monkeypatch.setattr(train, "prepare_data", lambda config: pytest.fail("data were prepared"))

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def command(num_ranks, *args, program=("-m", "llm_from_scratch.train")):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--max-restarts", "2", "--nproc-per-node", str(num_ranks)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--max-restarts", "1", "--nproc-per-node", str(num_ranks)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     arguments = [sys.executable, *launcher, *program, *map(str, args)]
     return subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)

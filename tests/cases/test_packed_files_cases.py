@@ -1,0 +1,157 @@
+"Damage costs what it hits, and what is too large is not held."
+import gzip
+import io
+import json
+import random
+import subprocess
+import sys
+import zlib
+from collections import Counter
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from llm_from_scratch import documents as d
+from llm_from_scratch import packed_files
+from llm_from_scratch.data_cleaning import CleanConfig, read_source
+from llm_from_scratch.env import UserError
+from llm_from_scratch.packed_files import next_member, read_lines, read_members, unpack
+from llm_from_scratch.provenance import table_row
+
+
+def numbered(start, stop):
+    rng = random.Random(start)
+    return [json.dumps({"id": str(number), "text": rng.randbytes(20).hex()}).encode() + b"\n" for number in range(start, stop)]
+
+
+def test_every_member_behind_a_damaged_one_is_read():
+    pieces = [numbered(number * 100, number * 100 + 100) for number in range(20)]
+    packed = [bytearray(gzip.compress(b"".join(piece))) for piece in pieces]
+    for number in (3, 4, 11): packed[number][len(packed[number]) // 2] ^= 0x40
+    found = list(read_lines(io.BytesIO(b"".join(packed)), "a.jsonl.gz"))
+    whole = [line for number, piece in enumerate(pieces) if number not in (3, 4, 11) for line in piece]
+    assert set(whole) <= set(found) and found.count("damaged") == 3
+
+
+def test_a_damaged_header_costs_its_member():
+    packed = [bytearray(gzip.compress(b"line %d\n" % number)) for number in range(5)]
+    packed[2][0] = 0
+    found = list(read_lines(io.BytesIO(b"".join(packed)), "a.gz"))
+    assert found == [b"line 0\n", b"line 1\n", "damaged", b"line 3\n", b"line 4\n"]
+
+
+def test_blocks_that_end_within_a_line_lose_that_line_only(tmp_path):
+    text = b"".join(numbered(0, 400))
+    blocks = [bytearray(gzip.compress(text[at:at + 1000])) for at in range(0, len(text), 1000)] # cut by bytes, as block compressors do
+    blocks[7][len(blocks[7]) // 2] ^= 0x40
+    (tmp_path / "a.jsonl.gz").write_bytes(b"".join(blocks))
+    found = list(d.read_jsonl(tmp_path / "a.jsonl.gz"))
+    kept = [each.id for each in found if isinstance(each, d.Document)]
+    lost = {str(number) for number in range(400)} - set(kept)
+    assert 400 - len(lost) == len(kept) and len(lost) <= 1000 // len(numbered(0, 1)[0]) + 3
+    assert {each.reason for each in found if isinstance(each, d.Skipped)} == {"damaged"}
+
+
+def test_a_row_behind_damage_is_traced_to_its_line(tmp_path):
+    text = b"".join(numbered(0, 400))
+    blocks = [bytearray(gzip.compress(text[at:at + 1000])) for at in range(0, len(text), 1000)]
+    blocks[7][len(blocks[7]) // 2] ^= 0x40
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(b"".join(blocks))
+    found = [each for each in read_source(str(path), CleanConfig(lang_threshold=0), Counter()) if isinstance(each, d.Document)]
+    assert len(found) > 380
+    for each in (found[0], found[200], found[-1]):
+        assert json.loads(table_row(str(path), each.warc_offset)) == {"id": each.id, "text": each.text}
+    lost = next(number for number in range(1, 400) if number not in {each.warc_offset for each in found})
+    with pytest.raises(UserError, match=f"line {lost} is damaged"): table_row(str(path), lost)
+
+
+@pytest.mark.parametrize("rest", [b"", b"\0" * 70_000, b"\0" * 5])
+def test_zeros_behind_the_last_member_are_no_damage(rest):
+    assert unpack(io.BytesIO(gzip.compress(b"one") + rest + gzip.compress(b"two") + rest), "a.gz").read() == b"onetwo"
+
+
+def test_rubbish_behind_the_last_member_is_told_once():
+    assert list(read_lines(io.BytesIO(gzip.compress(b"one\n") + b"rubbish"), "a.gz")) == [b"one\n", "damaged"]
+
+
+def test_a_candidate_across_two_stretches_of_the_search_is_found():
+    for shift in (-2, -1, 0, 1):
+        file = io.BytesIO(b"?" * (2**20 + shift) + gzip.compress(b"text"))
+        assert next_member(file, 0) == 2**20 + shift
+
+
+def test_a_line_that_is_too_long_ends_where_it_ends(monkeypatch):
+    monkeypatch.setattr(packed_files, "MAX_LINE_BYTES", 10)
+    lines = b"a\n" + b"x" * 25 + b"\nb\n" + b"y" * 11 + b"\nc"
+    assert list(read_lines(io.BytesIO(lines), "a")) == [b"a\n", "too_long", b"b\n", "too_long", b"c"]
+    torn = gzip.compress(b"x" * 25)[:-9] + gzip.compress(b"b\n")
+    assert list(read_lines(io.BytesIO(torn), "a.gz"))[-2:] == ["damaged", b"b\n"]
+
+
+def test_the_standard_library_gives_up_where_we_go_on(): # what this module guards against: when it mends itself, we may go
+    with pytest.raises(zlib.error):
+        gzip.decompress(gzip.compress(b"one") + gzip.compress(b"two")[:12] + b"\xff" * 9 + gzip.compress(b"three"))
+
+
+def test_damage_in_parquet_costs_one_row_group_and_each_row_is_counted(tmp_path):
+    texts = [f"{number} " + random.Random(number).randbytes(100).hex() for number in range(5000)]
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=1000, compression="zstd", use_dictionary=False, write_page_checksum=True)
+    column = parquet.ParquetFile(path).metadata.row_group(2).column(0)
+    data = bytearray(path.read_bytes())
+    place = column.data_page_offset + column.total_compressed_size // 2
+    data[place:place + 64] = b"\xff" * 64
+    path.write_bytes(data)
+    found = list(d.read_parquet(path))
+    assert [each.text for each in found[:2000]] == texts[:2000] and [each.text for each in found[3000:]] == texts[3000:]
+    assert len(found) == 5000 and found[2999] == d.Skipped(f"{d.document_id(path)}:3000", "damaged")
+    assert found[3000].id.endswith(":3001")
+
+
+def test_a_page_that_is_too_large_is_counted_by_its_rows(tmp_path, monkeypatch):
+    for module in (packed_files, d): monkeypatch.setattr(module, "MAX_PAGE_BYTES", 10**6)
+    path = tmp_path / "a.parquet"
+    with parquet.ParquetWriter(path, pyarrow.schema({"text": pyarrow.string()})) as writer:
+        for texts in (["one", "two"], ["x" * 2_000_000, "three"], ["four"]): writer.write_table(pyarrow.table({"text": texts}))
+    found = [getattr(each, "text", None) or each.reason for each in d.read_parquet(path)]
+    assert found == ["one", "two", "too_long", "too_long", "four"]
+
+
+READ = """
+import resource, sys
+from collections import Counter; from pathlib import Path
+from llm_from_scratch.documents import read_documents
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+tally = Counter()
+for document in read_documents([Path(name) for name in sys.argv[1:]], tally): pass
+print(tally["kept"], tally["too_long"], (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+@pytest.mark.slow # half a gigabyte is packed
+@pytest.mark.parametrize("num_bytes", [200 << 20, 700 << 20])
+def test_one_giant_text_in_parquet_does_not_take_the_workers_memory(tmp_path, num_bytes):
+    maker = "import pyarrow, sys; from pyarrow import parquet; parquet.write_table(pyarrow.table({'text': ['one', 'x' * int(sys.argv[2])]}), sys.argv[1], use_dictionary=False)"
+    subprocess.run([sys.executable, "-c", maker, tmp_path / "a.parquet", str(num_bytes)], check=True)
+    (tmp_path / "b.txt").write_text("good")
+    said = subprocess.run([sys.executable, "-c", READ, tmp_path / "a.parquet", tmp_path / "b.txt"], check=True, capture_output=True, text=True).stdout
+    kept, too_long, megabytes = map(int, said.split())
+    assert kept + too_long == 3 and too_long >= 1 and megabytes < 850
+
+
+def test_members_behind_damaged_extended_headers_are_read():
+    import tarfile
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for number in range(6):
+            info = tarfile.TarInfo(f"{number}.txt")
+            info.size, info.mtime = 4, 1.5 # a time with a fraction takes a header of its own, as WebDataset's writer makes them
+            tar.addfile(info, io.BytesIO(b"text"))
+    whole = archive.getvalue()
+    block = 512 * 4 # extended header, its record, header, content
+    for place in range(block * 2, block * 3, 512):
+        damaged = whole[:place] + b"?" * 512 + whole[place + 512:]
+        names = [name for name, _ in read_members(io.BytesIO(damaged), "a.tar", (".txt",))]
+        assert set(names) >= {f"{number}.txt" for number in (0, 1, 3, 4, 5)}, place
