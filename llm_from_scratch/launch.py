@@ -133,8 +133,9 @@ def layer_from_hf(
 ) -> dict:        # a layer for build_config
     "The model section and the tokenizer of other people's weights."
     shape, tokenizer = read_hf_shape(name)
-    if tokenizer is None: return {"model": shape.model_dump(exclude={"vocab_size"})}
-    return {"model": shape.model_dump(exclude={"vocab_size"}), "tokenizer": {"path": str(Path(name, "tokenizer.model")), "vocab_size": tokenizer.vocab_size}}
+    model = shape.model_dump(include=shape.model_fields_set - {"vocab_size"})
+    if tokenizer is None: return {"model": model}
+    return {"model": model, "tokenizer": {"path": str(Path(name, "tokenizer.model")), "vocab_size": tokenizer.vocab_size}}
 
 # %% ../nbs/07d_launch.ipynb #620a5f01
 def require_same_shape(
@@ -142,10 +143,10 @@ def require_same_shape(
     name: str,      # folder in Hugging Face's layout, from train.init_from
 ) -> None:          # the vocabulary is compared with the weights, later
     "UserError naming the first key of the model that differs from other people's weights, or a tokenizer that is lacking."
-    ours, theirs = ({**cfg.model_dump(exclude={"vocab_size", "vocab_multiple", "mlp_multiple", "max_seq_len", "init_std"}),
-                     "head_dim": cfg.head_size, "intermediate_size": cfg.mlp_size} for cfg in (config.model, read_hf_shape(name)[0]))
-    for key, value in theirs.items():
-        if ours[key] != value: raise UserError(f"model.{key} is {ours[key]}, but the weights of train.init_from {name} have {value}; leave the key out")
+    shape, _ = read_hf_shape(name)
+    ours, theirs = ({**cfg.model_dump(), "head_dim": cfg.head_size, "intermediate_size": cfg.mlp_size} for cfg in (config.model, shape))
+    for key in sorted(shape.model_fields_set - {"vocab_size", "vocab_multiple", "max_seq_len", "init_std"}):
+        if (value := theirs[key]) != ours[key]: raise UserError(f"model.{key} is {ours[key]}, but the weights of train.init_from {name} have {value}; leave the key out")
     if config.tokenizer.path is None: raise UserError(f"train.init_from {name}: {read_hf_tokenizer(name)[1]}; name the weights' tokenizer with tokenizer.path")
 
 # %% ../nbs/07d_launch.ipynb #564e4364
@@ -232,6 +233,21 @@ def load_initial_weights(
     if theirs and theirs != rows:
         raise UserError(f"train.init_from {name} has {theirs:,} vocabulary rows, the run {rows:,}: its tokenizer is another one; name the weights' own with tokenizer.path")
     model.load_state_dict(match_weights(model, tensors, source=f"train.init_from {name}"), strict=False)
+
+# %% ../nbs/07d_launch.ipynb #95dc2eb6
+def check_saving(
+    run_dir: Path,             # of this run
+    options: CheckpointConfig, # keys, and where to write first
+) -> None:                     # silent where a save can begin
+    "UserError for a key that can't be used or lies in the run's folder, and for a local folder that can't be written."
+    key, public, local = options.signing_key, options.require_signature, options.local_dir
+    if public: read_key(public, private=False)
+    if key: read_key(key, private=True)
+    if key and Path(key).resolve().is_relative_to(run_dir.resolve()):
+        raise UserError(f"checkpoint.signing_key {key} lies in the run's folder {run_dir}: whoever gets a copy of the run could sign; keep the key elsewhere")
+    if local and Path(local).exists() and not Path(local).is_dir(): raise UserError(f"checkpoint.local_dir {local} is a file; name a folder on a local disk")
+    if local: Path(local).mkdir(parents=True, exist_ok=True)
+    if local and not os.access(local, os.W_OK | os.X_OK): raise UserError(f"checkpoint.local_dir {local} can't be written; change its rights, or name another folder")
 
 # %% ../nbs/07d_launch.ipynb #4f6ea317
 def run_fingerprint(
