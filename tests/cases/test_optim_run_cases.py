@@ -68,7 +68,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", [name if name in ("plateau", "fp16", "bf16 weights") else pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS])
+@pytest.mark.parametrize("name", [name if name in ("fp16", "bf16 weights") else pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS])
 def test_a_resumed_run_is_the_same_run(corpus, tmp_path, name):
     config = configure(corpus, **OPTIONS[name])
     code, whole, training = run(config, tmp_path / "one")
