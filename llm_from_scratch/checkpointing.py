@@ -34,6 +34,7 @@ from .artifacts import (_fsync, _temporary_sibling, atomic_folder, read_json, re
 from .config import CommandParser, Config, build_config, read_yaml
 from .env import UserError, hash_json, run_command
 from .model import Transformer
+from .moe import build_model
 from .signatures import check_signature, make_keys, sign_manifest
 from .state_trees import _first, _note, match_weights, pack_tree, unpack_tree
 from .tokenizer import Tokenizer
@@ -412,7 +413,7 @@ def load_run(
     if path is None: raise UserError(f"{run_dir} has no good checkpoint yet{' signed with ' + public_key if public_key else ''}; train until the first one, or look with `checkpointing list`")
     require_inputs(read_manifest(path), where=str(path), tokenizer=tokenizer.fingerprint)
     shape = config.model.model_copy(update={"vocab_size": config.model.vocab_size or tokenizer.vocab_size})
-    with torch.random.fork_rng(devices=[]): model = Transformer(shape).eval()
+    with torch.random.fork_rng(devices=[]): model = build_model(shape).eval()
     load_checkpoint(path, {"model": model}, verify=False)
     return Run(config, tokenizer, model, checkpoint_step(path), path)
 

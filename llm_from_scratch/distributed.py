@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['MISTAKE', 'plan_batch', 'group_device', 'all_sum', 'gather_objects', 'broadcast_object', 'barrier', 'next_token_loss',
-           'Agreement', 'agree', 'sync_context', 'check_wiring', 'StepResult', 'Engine', 'prepare', 'take_step',
-           'engine_state', 'load_engine_state', 'parameter_hashes', 'ParityError', 'check_parity', 'speaks_first',
-           'mistake_elsewhere', 'watch_launcher']
+           'own_losses', 'Agreement', 'agree', 'sync_context', 'check_wiring', 'StepResult', 'Engine', 'prepare',
+           'take_step', 'engine_state', 'load_engine_state', 'parameter_hashes', 'ParityError', 'check_parity',
+           'speaks_first', 'mistake_elsewhere', 'watch_launcher']
 
 # %% ../nbs/05_distributed.ipynb #9c7ea3e9
 import ctypes
@@ -100,6 +100,15 @@ def next_token_loss(
     context = {"positions": batch.positions, "doc_ids": batch.doc_ids} if document_mask else {}
     return cross_entropy(model(batch.inputs, **context), batch.targets)[0]
 
+# %% ../nbs/05_distributed.ipynb #926ef620
+def own_losses(
+    model: nn.Module,        # unwrapped, after its forward pass
+    batch: Batch,            # that it saw
+) -> torch.Tensor | float:   # () weighted losses x counted targets; 0.0 for a model without any
+    "What a model adds to the loss itself, a router's balance, weighing each target token alike."
+    losses = getattr(model, "aux_losses", dict)().values()
+    return sum(losses) * (batch.targets != IGNORED).sum() if losses else 0.0
+
 # %% ../nbs/05_distributed.ipynb #c0ef4490
 @dataclass(frozen=True)
 class Agreement:
@@ -180,7 +189,7 @@ class Engine:
         with sync_context(self.wrapped, is_last):
             with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
                 loss = self.loss(self.wrapped, batch.to(self.device))
-            (loss * scale).backward()
+            ((loss + own_losses(self.model, batch.to(self.device))) * scale).backward()
         return loss.detach()
 
     def step(self) -> float:

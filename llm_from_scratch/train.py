@@ -24,14 +24,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from .accounting import blocks_to_recompute
 from .artifacts import Lock, default_cache_dir, write_json
+from .attention_choice import choose_attention
 from .background_saves import BackgroundSaver, SaveSchedule, read_best
 from .checkpointing import checkpoint_step, load_checkpoint
 from .config import Config, replace
 from .dataloader import Batch, TokenLoader, endless, loader_options
 from llm_from_scratch.distributed import (
-    Engine, all_sum, broadcast_object, check_parity, gather_objects, mistake_elsewhere, next_token_loss, plan_batch, prepare,
-    speaks_first, watch_launcher,
+    Engine, all_sum, broadcast_object, check_parity, gather_objects, mistake_elsewhere, next_token_loss, plan_batch, prepare, speaks_first, watch_launcher,
 )
 from .documents import REASONS, corpus_files, inputs_hash, is_validation, read_corpus
 from llm_from_scratch.env import (
@@ -47,9 +48,8 @@ from llm_from_scratch.launch import (
 )
 from .mixing import mix_at, mix_notes
 from .model import Transformer, check_shapes, count_parameters, flops_per_token
-from llm_from_scratch.monitoring import (
-    MetricsWriter, Throughput, progress_bar, read_metrics, readable, utilisation, write_report,
-)
+from .moe import build_model, router_report
+from .monitoring import MetricsWriter, Throughput, progress_bar, read_metrics, readable, utilisation, write_report
 from .optim import build_optimizer, set_lr
 from .remote_runs import sync_run_folder, work_locally
 from .state_trees import capture_rng, restore_rng
@@ -103,6 +103,7 @@ class Training:
     extras: dict = field(default_factory=dict)      # name -> what else has a state to save: a monitor, a fuse
     environment: dict = field(default_factory=dict) # report of the machine, kept with the state
     url: str | None = None   # object store that follows the run's folder
+    attention: str = ""      # which attention runs, and why
 
     @property
     def model(self) -> Transformer: return self.engine.model
@@ -134,7 +135,10 @@ def build_training(
     dtype = choose_dtype(train.dtype, device)
     plan_batch(train.global_batch, train.micro_batch, ranks.world_size)
     check_memory(config, data.tokenizer.vocab_size, ranks, device)
-    model = Transformer(replace(config, tokenizer={"vocab_size": data.tokenizer.vocab_size}, model={"vocab_size": data.tokenizer.vocab_size}).model).to(device)
+    shape = replace(config, tokenizer={"vocab_size": data.tokenizer.vocab_size}, model={"vocab_size": data.tokenizer.vocab_size}).model
+    attend, reason = choose_attention(shape, device, dtype, document_mask=config.data.document_mask)
+    model = build_model(shape, attend=attend).to(device)
+    model.recomputed = blocks_to_recompute(train.checkpoint_activations, shape, min(train.micro_batch, train.global_batch // ranks.world_size), train.seq_len, dtype)
     check_shapes(model)
     if train.init_from: load_initial_weights(train.init_from, model)
     loss = partial(next_token_loss, document_mask=config.data.document_mask)
@@ -145,7 +149,7 @@ def build_training(
     longest, window = max(config.data.lengths, default=0), config.model.max_seq_len
     if longest > window: raise UserError(f"data.lengths {longest} is above model.max_seq_len {window}; raise the latter")
     loader = TokenLoader(data.train, seed=train.seed, shuffle=config.data.shuffle, pad_id=data.tokenizer.pad_id, **rows, **loader_options(config.data, data.train))
-    training = Training(config, ranks, device, dtype, engine, loader, TokenLoader(data.val, shuffle=False, **rows), data)
+    training = Training(config, ranks, device, dtype, engine, loader, TokenLoader(data.val, shuffle=False, **rows), data, attention=reason)
     follow_mix(training)
     return training
 
@@ -260,12 +264,13 @@ def fit(
             rows = max(1, config.train.micro_batch * config.train.seq_len // batch.inputs.shape[1])
             result = training.engine.train_step(split_batch(batch, rows), stop=stop.reason is not None)
             throughput.add(result.num_tokens)
+            routing = router_report(training.model) # of this rank's last micro-batch; a validation routes anew
             training.step, training.tokens = training.step + 1, training.tokens + result.num_tokens
             training.skipped, in_a_row = training.skipped + result.skipped, in_a_row + 1 if result.skipped else 0
             follow_mix(training)
             last = training.step >= config.train.steps or result.stop
             with throughput.paused(): values = validate(training) if last or training.step % config.eval.every_steps == 0 else {}
-            observe(training.step, throughput=throughput, loss=result.loss, lr=rate, grad_norm=result.grad_norm, tokens=training.tokens, **values)
+            observe(training.step, throughput=throughput, loss=result.loss, lr=rate, grad_norm=result.grad_norm, tokens=training.tokens, **routing, **values)
             if in_a_row == MAX_SKIPPED_STEPS or (in_a_row and not is_finite(training.model)): return DIVERGED
             with throughput.paused(): save_if_due(training, saver, schedule, last, values.get("val_loss"))
             if result.stop: return STOPPED
@@ -328,8 +333,11 @@ def show_start(
     accumulation, reading = plan_batch(train.global_batch, train.micro_batch, ranks), data.train.manifest["extra"]["reading"]
     if lost := left_out(reading): notes = [*notes, f"left out of the data: {lost}"]
     console.print(f"fingerprint  {fingerprint['all'][:16]}: " + ", ".join(f"{key} {value[:8]}" for key, value in fingerprint.items() if key != "all"))
-    console.print(f"model        {count_parameters(model)['total']:,} parameters, vocabulary {model.cfg.vocab_size:,}, "
+    count = count_parameters(model)
+    experts = f"{count['active']:,} of them active a token, " if count["active"] < count["total"] else ""
+    console.print(f"model        {count['total']:,} parameters, {experts}vocabulary {model.cfg.vocab_size:,}, "
                   f"{str(training.dtype).removeprefix('torch.')} on {training.device}, {torch.get_num_threads()} threads")
+    console.print(f"attention    {training.attention}" + (f"; {len(model.recomputed)} of {len(model.blocks)} blocks computed again in the backward pass" if model.recomputed else ""))
     console.print(f"data         {data.train.num_tokens:,} training and {data.val.num_tokens:,} validation tokens, {training.loader.dropped_tokens:,} left over at shard ends; "
                   + ", ".join(f"{key} {value:,}" for key, value in reading.items() if key not in REASONS and not key.startswith("encoded")))
     console.print(f"batch        {train.global_batch} rows asked for = {train.global_batch // ranks // accumulation} a micro-batch x {accumulation} accumulated x {ranks} ranks, {train.seq_len} tokens each")

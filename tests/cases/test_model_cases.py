@@ -1,13 +1,19 @@
 "Cases from practice about the model's numerics."
 
+import sys
+import types
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from llm_from_scratch.config import ModelConfig
+from llm_from_scratch.accounting import activation_bytes, blocks_to_recompute, memory_by_component, saved_bytes
+from llm_from_scratch.attention_choice import choose_attention
+from llm_from_scratch.config import ModelConfig, build_config, load_preset, replace
 from llm_from_scratch.env import UserError
 from llm_from_scratch.model import (
     RMSNorm,
+    RopeScaling,
     Transformer,
     alibi_bias,
     alibi_slopes,
@@ -22,8 +28,12 @@ from llm_from_scratch.model import (
     new_cache,
     permute_rotary,
     rms_norm,
+    scores_in_fp32,
     sdpa_attention,
 )
+from llm_from_scratch.moe import build_model
+from llm_from_scratch.optim import build_optimizer
+from llm_from_scratch.positions import rotary_frequencies
 
 BACKENDS = [naive_attention, sdpa_attention]
 PADDED = torch.tensor([[0, 0, 5, 6], [1, 2, 3, 4]])
@@ -115,7 +125,7 @@ def test_mod_4_queries_before_the_first_key_are_zero(attend):
 
 
 @pytest.mark.parametrize("attend", BACKENDS)
-@pytest.mark.parametrize("positions", ["rope", "alibi", "none"])
+@pytest.mark.parametrize("positions", ["rope", "alibi", "alibi-learned", "none"])
 def test_mod_4_padded_rows_of_a_model_equal_single_runs(attend, positions):
     model = build(attend=attend, positions=positions)
     logits = model(PADDED, doc_ids=PADDED_DOCUMENTS)
@@ -253,7 +263,7 @@ def test_both_attentions_agree(num_queries, kind, tolerance):
 
 
 @pytest.mark.parametrize("attend", BACKENDS)
-@pytest.mark.parametrize("positions", ["rope", "alibi", "none"])
+@pytest.mark.parametrize("positions", ["rope", "alibi", "alibi-learned", "none"])
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 def test_trn_3_a_packed_document_equals_the_document_alone(attend, positions, layout):
     ids, doc_ids = torch.tensor([[1, 3, 3, 3, 1, 3, 3]]), torch.tensor([[0, 0, 0, 0, 1, 1, 1]])
@@ -292,7 +302,7 @@ def greedy(model, prompts, num_new, cached):
 
 
 @pytest.mark.parametrize("attend", BACKENDS)
-@pytest.mark.parametrize("positions", ["rope", "alibi", "none"])
+@pytest.mark.parametrize("positions", ["rope", "alibi", "alibi-learned", "none"])
 def test_eval_6_cached_left_padded_logits_equal_single_runs(attend, positions):
     model = build(attend=attend, positions=positions)
     prompts = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3]]
@@ -419,3 +429,147 @@ def test_the_same_weights_give_llamas_logits_and_gradients(tied, layout):
     gradients = dict(llama.named_parameters())
     for name, weight in model.named_parameters():
         assert close(theirs(name, weight.grad), gradients[llama_name(name)].grad, 1e-5), name
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3"])
+def test_mod_1_stretched_rope_turns_as_transformers_does(kind):
+    pytest.importorskip("transformers")
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = {"rope_type": kind, "rope_theta": 500000.0, "factor": 8.0}
+    if kind == "llama3":
+        parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    theirs = LlamaConfig(hidden_size=4096, num_attention_heads=32, max_position_embeddings=65536, rope_parameters=parameters)
+    wanted, scale = ROPE_INIT_FUNCTIONS[kind](theirs, torch.device("cpu"))
+    ours = rotary_frequencies(128, base=500000.0, scaling=RopeScaling(kind, 8.0))
+    assert scale == 1.0 and torch.allclose(ours, wanted, rtol=1e-5)
+
+
+def test_mod_1_angles_are_fp32_whatever_the_weights_type():
+    x, position = torch.randn(1, 1, 1, 64, generator=torch.Generator().manual_seed(0)), torch.tensor([[100_003]])
+    for kind in (torch.bfloat16, torch.float16):
+        low = x.to(kind)
+        assert torch.equal(apply_rotary(low, position), apply_rotary(low.float(), position).to(kind))
+    model, ids = build(rope_scaling="linear", rope_factor=2.0).bfloat16(), random_ids(1, 40)
+    assert model(ids).dtype == torch.bfloat16
+    whole = build(rope_scaling="linear", rope_factor=2.0)(ids)
+    assert (model(ids).float() - whole).norm() / whole.norm() < 0.03
+    assert not close(build()(ids), whole, 1e-3)
+
+
+@pytest.mark.parametrize("attend", BACKENDS)
+def test_mod_3_learned_slopes_begin_as_the_fixed_ones_and_learn(attend):
+    fixed, learned = build(positions="alibi", num_heads=6, num_kv_heads=2, head_dim=8), build(positions="alibi-learned", num_heads=6, num_kv_heads=2, head_dim=8)
+    ids = random_ids(2, 20)
+    assert close(fixed(ids), learned(ids), 1e-5) and count_parameters(learned)["total"] - count_parameters(fixed)["total"] == 2 * 6
+    assert check_shapes(learned) == check_shapes(fixed) + 2
+    reference = build(attend=naive_attention, positions="alibi-learned", num_heads=6, num_kv_heads=2, head_dim=8)
+    for model in (learned, reference):
+        for block in model.blocks:
+            block.attention.attend = attend if model is learned else naive_attention
+        cross_entropy(model(ids), ids)[0].backward()
+    for ours, wanted in zip(learned.blocks, reference.blocks):
+        gradient = ours.attention.slopes.grad
+        assert gradient.abs().min() > 0 and torch.allclose(gradient, wanted.attention.slopes.grad, rtol=1e-3, atol=1e-4)
+
+
+def gradients_with(model, recomputed, ids, doc_ids=None):
+    model.zero_grad()
+    model.recomputed = frozenset(recomputed)
+    (cross_entropy(model(ids, doc_ids=doc_ids), ids)[0] + sum(model.aux_losses().values())).backward()
+    return [weight.grad.clone() for weight in model.parameters()]
+
+
+@pytest.mark.parametrize("shape", [{}, {"positions": "alibi-learned"}, {"num_experts": 4}, {"num_experts": 4, "capacity_factor": 1.0}])
+def test_recomputed_blocks_give_the_same_gradients_to_the_bit(shape):
+    torch.manual_seed(0)
+    model, ids = build_model(config(num_layers=4, **shape)), random_ids(2, 24)
+    documents = torch.tensor([[0] * 10 + [1] * 14, [-1] * 3 + [0] * 21])
+    for doc_ids in (None, documents):
+        wanted = gradients_with(model, (), ids, doc_ids)
+        for recomputed in ((1, 3), range(4)):
+            assert all(map(torch.equal, gradients_with(model, recomputed, ids, doc_ids), wanted))
+
+
+def test_recomputed_blocks_keep_less_and_a_budget_is_met():
+    cfg = config(num_layers=6, vocab_size=128)
+    model, ids = build_model(cfg), random_ids(4, 64, vocab_size=128)
+    parameters = list(model.parameters())
+    needed = {}
+    for choice in ("none", "every-3", "all"):
+        model.recomputed = blocks_to_recompute(choice, cfg, 4, 64, torch.float32)
+        needed[choice] = saved_bytes(lambda: cross_entropy(model(ids), ids)[0], parameters)
+        assert needed[choice] / activation_bytes(cfg, 4, 64, torch.float32, len(model.recomputed)) == pytest.approx(1, abs=0.02)
+    assert needed["all"] < needed["every-3"] < needed["none"]
+    budget = (needed["none"] + needed["all"]) / 2
+    model.recomputed = blocks_to_recompute(f"{budget / 1e9:.6f}GB", cfg, 4, 64, torch.float32)
+    assert 0 < len(model.recomputed) < 6
+    assert saved_bytes(lambda: cross_entropy(model(ids), ids)[0], parameters) <= budget
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_memory_is_what_torch_allocates(kind):
+    whole = replace(build_config(load_preset("moe-tiny")), model={"vocab_size": 4096}, optim={"kind": kind}, train={"micro_batch": 1, "global_batch": 1, "seq_len": 32})
+    model = build_model(whole.model)
+    optimizer, ids = build_optimizer(model, whole.optim), random_ids(1, 32)
+    found = memory_by_component(whole, dtype=torch.float32)
+    kept = saved_bytes(lambda: cross_entropy(model(ids), ids)[0], model.parameters())
+    (cross_entropy(model(ids), ids)[0] + sum(model.aux_losses().values())).backward()
+    optimizer.step()
+    moments = sum(value.nbytes for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor) and value.ndim)
+    assert found["weights"] == found["gradients"] == sum(weight.grad.nbytes for weight in model.parameters())
+    assert found["optimizer"] == moments
+    assert found["activations"] / kept == pytest.approx(1, abs=0.1)
+    assert found["total"] == sum(size for name, size in found.items() if name != "total")
+
+
+def test_attention_is_chosen_by_device_and_told(monkeypatch):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    for asked, wanted in (("auto", sdpa_attention), ("naive", naive_attention), ("sdpa", sdpa_attention)):
+        attend, reason = choose_attention(config(attention=asked), cpu, torch.float32)
+        assert attend is wanted and ("as asked" in reason) == (asked != "auto")
+    for asked in ("flex", "flash"):
+        with pytest.raises(UserError, match=f"model.attention {asked}: .*; use auto"):
+            choose_attention(config(attention=asked), cpu, torch.float32)
+    later = types.ModuleType("llm_from_scratch.triton_attention")
+    later.flash_attention, later.blockwise_attention = (lambda *_, **__: None for _ in range(2))
+    monkeypatch.setitem(sys.modules, later.__name__, later)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert choose_attention(config(attention="blockwise"), cpu, torch.float32)[0] is later.blockwise_attention
+    wide = config(head_dim=32)
+    assert choose_attention(wide, gpu, torch.bfloat16)[0] is later.flash_attention
+    assert choose_attention(wide, gpu, torch.bfloat16, document_mask=False)[0] is sdpa_attention
+    assert choose_attention(wide.model_copy(update={"positions": "alibi"}), gpu, torch.bfloat16, document_mask=False)[0] is later.flash_attention
+    attend, reason = choose_attention(config(head_dim=8), gpu, torch.bfloat16)
+    assert attend is sdpa_attention and "head width 8 is outside 16 to 256" in reason
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old one")
+    assert "not flash: an old one is older" in choose_attention(wide, gpu, torch.bfloat16)[1]
+
+
+@pytest.mark.parametrize("attend", BACKENDS)
+def test_scores_stay_in_fp32_under_autocast(attend):
+    draw = torch.Generator().manual_seed(0)
+    common = 5 * torch.ones(8)
+    q, k, v = (torch.randn(1, heads, 40, 8, generator=draw) for heads in (4, 2, 2))
+    q, k, v = (q + common), (k + common), v.bfloat16()
+    exact = naive_attention(q, k, v.float())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert close(scores_in_fp32(attend)(q, k, v).float(), exact, 2e-2)
+        model, ids = build(attend=attend, scores_fp32=True), random_ids(2, 12)
+        logits = model(ids)
+        logits.float().sum().backward()
+        cache = new_cache(model, 2, 12)
+        parts = torch.cat([model(piece, cache=cache) for piece in ids.split([7, 5], 1)], 1)
+    assert logits.dtype == torch.bfloat16 and (parts - logits).float().norm() / logits.float().norm() < 0.02
+    assert not close(attend(q.bfloat16(), k.bfloat16(), v).float(), exact, 2e-2)
+
+
+@pytest.mark.parametrize("kind", ["kaiming", "xavier"])
+def test_mod_7_other_first_weights_follow_each_matrix_shape(kind):
+    model = build(init=kind, vocab_size=512, hidden_size=128, intermediate_size=512)
+    for name, weight in model.named_parameters():
+        if weight.ndim == 2:
+            fan = weight.shape[1] if kind == "kaiming" else sum(weight.shape)
+            assert abs(weight.std().item() / (2 / fan) ** 0.5 - 1) < 0.05, name

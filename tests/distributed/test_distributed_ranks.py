@@ -21,6 +21,7 @@ from llm_from_scratch.distributed import (ParityError, all_sum, barrier, broadca
 from llm_from_scratch.env import Ranks, UserError
 from llm_from_scratch.eval import evaluate_loader
 from llm_from_scratch.model import Transformer
+from llm_from_scratch.moe import build_model, router_report
 from llm_from_scratch.optim import build_optimizer
 from llm_from_scratch.token_shards import open_shards, write_shards
 
@@ -327,3 +328,25 @@ def test_a_worker_ends_when_its_torchrun_is_killed(tmp_path):
     try: assert not is_running(pid)
     finally:
         with suppress(ProcessLookupError): os.kill(pid, signal.SIGKILL)
+
+
+def train_recomputing(ranks, recomputed, shape):
+    torch.manual_seed(ranks.rank)
+    model = build_model(ModelConfig(vocab_size=32, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, max_seq_len=16, **shape))
+    model.recomputed = frozenset(recomputed)
+    engine = make_engine(ranks, model=model)
+    losses = [result.loss for result in train(engine, ranks, range(2))]
+    return losses, hashes(engine), router_report(model)
+
+
+def recompute_each_way(ranks):
+    return [train_recomputing(ranks, recomputed, shape) for shape in ({}, {"num_experts": 24, "experts_per_token": 1}) for recomputed in ((), (0, 1))]
+
+
+def test_blocks_computed_again_and_idle_experts_train_alike_on_two_ranks():
+    first, second = run_ranks(recompute_each_way, 2)
+    for (losses, weights, _), (other_losses, other_weights, _) in zip(first, second):
+        assert losses == other_losses and weights == other_weights
+    for plain, recomputed in (first[:2], first[2:]):
+        assert plain[:2] == recomputed[:2]
+    assert first[2][2]["expert_least"] == 0 and first[0][2] == {}
