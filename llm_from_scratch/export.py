@@ -27,6 +27,7 @@ from .gguf_files import check_gguf, write_gguf
 from .hf_tokenizer import read_hf_tokenizer, write_hf_tokenizer
 from .hf_weights import DTYPES, config_from_hf, config_to_hf, hf_names, our_tensors, plain_tensors, read_tensors, write_tensors
 from .model import Transformer
+from .moe import build_model
 from .state_trees import match_weights
 from .tokenizer import Tokenizer
 
@@ -49,7 +50,7 @@ def open_model(
         return run.model, run.tokenizer
     run_dir = path.absolute().parent.parent
     config, tokenizer = read_run_config(run_dir), Tokenizer.load(run_dir / "tokenizer")
-    with torch.random.fork_rng(devices=[]): model = Transformer(config.model.model_copy(update={"vocab_size": config.model.vocab_size or tokenizer.vocab_size})).eval()
+    with torch.random.fork_rng(devices=[]): model = build_model(config.model.model_copy(update={"vocab_size": config.model.vocab_size or tokenizer.vocab_size})).eval()
     load_checkpoint(path, {"model": model}, inputs={"tokenizer": tokenizer.fingerprint}, public_key=config.checkpoint.require_signature)
     return model, tokenizer
 

@@ -14,7 +14,7 @@ import torch
 from .config import ModelConfig
 from .env import UserError
 from .hf_tokenizer import parse_model
-from .hf_weights import hf_names, plain_tensors, rope_to_hf
+from .hf_weights import hf_names, plain_tensors
 from .model import Transformer
 from .tokenizer import Tokenizer
 
@@ -27,16 +27,18 @@ def _library():
 # %% ../nbs/06g_gguf_files.ipynb #451b9ea9
 FILE_TYPES = {"fp32": 0, "fp16": 1, "bf16": 32} # general.file_type, as in llama.cpp's llama_ftype
 
+# %% ../nbs/06g_gguf_files.ipynb #2f6d8e44
 def shape_fields(
     cfg: ModelConfig, # Llama-shaped, with vocab_size
     dtype: str,       # of the matrices, a key of FILE_TYPES
 ) -> dict:            # names and values
-    "A model's shape in GGUF's words; UserError for scaled RoPE."
-    if rope_to_hf(cfg)["rope_scaling"]: raise UserError("model.rope_scaling: GGUF files are written for unscaled RoPE only")
+    "A model's shape in GGUF's words; UserError for RoPE that is scaled by more than a factor."
+    if cfg.rope_scaling not in ("none", "linear"): raise UserError(f"model.rope_scaling {cfg.rope_scaling}: GGUF files are written for none and linear only")
+    scaling = {"rope.scaling.type": "linear", "rope.scaling.factor": cfg.rope_factor} if cfg.rope_scaling == "linear" else {}
     counts = {"vocab_size": cfg.vocab_size, "context_length": cfg.max_seq_len, "embedding_length": cfg.hidden_size, "block_count": cfg.num_layers,
         "feed_forward_length": cfg.mlp_size, "attention.head_count": cfg.num_heads, "attention.head_count_kv": cfg.num_kv_heads,
         "attention.key_length": cfg.head_size, "attention.value_length": cfg.head_size, "rope.dimension_count": cfg.head_size,
-        "rope.freq_base": cfg.rope_base, "attention.layer_norm_rms_epsilon": cfg.norm_eps}
+        "rope.freq_base": cfg.rope_base, "attention.layer_norm_rms_epsilon": cfg.norm_eps, **scaling}
     return {"general.file_type": FILE_TYPES[dtype], **{f"llama.{name}": value for name, value in counts.items()}}
 
 # %% ../nbs/06g_gguf_files.ipynb #a1a66b8e

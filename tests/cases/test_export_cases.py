@@ -57,7 +57,9 @@ def largest(one, other):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("shape", [{}, dict(head_dim=12, rope_theta=5e5), dict(num_key_value_heads=1, rms_norm_eps=1e-5)])
+@pytest.mark.parametrize("shape", [{}, dict(head_dim=12, rope_theta=5e5), dict(num_key_value_heads=1, rms_norm_eps=1e-5),
+    dict(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}),
+    dict(rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16})])
 def test_a_transformers_llama_imports_matches_and_comes_back(tied, shape, tmp_path):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
