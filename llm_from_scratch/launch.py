@@ -6,7 +6,7 @@
 __all__ = ['DONE', 'USER_ERROR', 'STOPPED', 'DIVERGED', 'INTERRUPTED', 'FREE_ON_RESUME', 'MAX_READERS_A_CORE', 'M_TRIM_THRESHOLD',
            'M_MMAP_THRESHOLD', 'StopRequest', 'changed_keys', 'schedule_lr', 'check_resume', 'command_parser',
            'holds_run', 'layer_from_hf', 'require_same_shape', 'resolve', 'claim_folder', 'checkpoint_to_resume',
-           'weights_to_start_from', 'check_saving', 'load_initial_weights', 'run_fingerprint', 'write_run_folder',
+           'weights_to_start_from', 'load_initial_weights', 'check_saving', 'run_fingerprint', 'write_run_folder',
            'check_run_folder', 'check_same_data', 'remember_stop', 'repeated_stop', 'remove_stub', 'next_commands',
            'again', 'last_word', 'set_threads', 'training_bytes', 'available_bytes', 'check_memory', 'check_readers',
            'keep_freed_memory']
@@ -203,22 +203,6 @@ def weights_to_start_from(
     if newest is None: raise UserError(f"train.init_from {name}: the run has no whole checkpoint yet")
     return newest
 
-# %% ../nbs/07d_launch.ipynb #c3c17ba4
-def check_saving(
-    run_dir: Path,             # of this run
-    options: CheckpointConfig, # keys, and where to write first
-) -> None:                     # silent where a save can begin
-    "UserError for a key that can't be used or lies in the run's folder, and for a local folder that can't be written."
-    key, public, local = options.signing_key, options.require_signature, options.local_dir
-    checks, signs = public and read_key(public, private=False), key and read_key(key, private=True)
-    if public and key and checks != signs.public_key():
-        raise UserError(f"checkpoint.signing_key {key} and checkpoint.require_signature {public} are not a pair: the run could not load what it saves")
-    if key and Path(key).resolve().is_relative_to(run_dir.resolve()):
-        raise UserError(f"checkpoint.signing_key {key} lies in the run's folder {run_dir}: whoever gets a copy of the run could sign; keep the key elsewhere")
-    if local and Path(local).exists() and not Path(local).is_dir(): raise UserError(f"checkpoint.local_dir {local} is a file; name a folder on a local disk")
-    if local: Path(local).mkdir(parents=True, exist_ok=True)
-    if local and not os.access(local, os.W_OK | os.X_OK): raise UserError(f"checkpoint.local_dir {local} can't be written; change its rights, or name another folder")
-
 # %% ../nbs/07d_launch.ipynb #a8bc6395
 def load_initial_weights(
     name: str,          # a run, a checkpoint, or a folder in Hugging Face's layout, from train.init_from
@@ -234,15 +218,16 @@ def load_initial_weights(
         raise UserError(f"train.init_from {name} has {theirs:,} vocabulary rows, the run {rows:,}: its tokenizer is another one; name the weights' own with tokenizer.path")
     model.load_state_dict(match_weights(model, tensors, source=f"train.init_from {name}"), strict=False)
 
-# %% ../nbs/07d_launch.ipynb #95dc2eb6
+# %% ../nbs/07d_launch.ipynb #c3c17ba4
 def check_saving(
     run_dir: Path,             # of this run
     options: CheckpointConfig, # keys, and where to write first
 ) -> None:                     # silent where a save can begin
     "UserError for a key that can't be used or lies in the run's folder, and for a local folder that can't be written."
     key, public, local = options.signing_key, options.require_signature, options.local_dir
-    if public: read_key(public, private=False)
-    if key: read_key(key, private=True)
+    checks, signs = public and read_key(public, private=False), key and read_key(key, private=True)
+    if public and key and checks != signs.public_key():
+        raise UserError(f"checkpoint.signing_key {key} and checkpoint.require_signature {public} are not a pair: the run could not load what it saves")
     if key and Path(key).resolve().is_relative_to(run_dir.resolve()):
         raise UserError(f"checkpoint.signing_key {key} lies in the run's folder {run_dir}: whoever gets a copy of the run could sign; keep the key elsewhere")
     if local and Path(local).exists() and not Path(local).is_dir(): raise UserError(f"checkpoint.local_dir {local} is a file; name a folder on a local disk")

@@ -345,7 +345,7 @@ def test_a_signal_before_the_first_step_is_one_line(options, tmp_path, number):
 
 
 def test_divergence_without_a_checkpoint_says_so(options, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(train, "is_finite", lambda model: False)
+    monkeypatch.setattr(train, "is_over", lambda training, in_a_row: in_a_row > 0)
     build = train.build_training
     def poisoned(*args):
         training = build(*args)
@@ -397,6 +397,7 @@ def test_a_full_disk_is_one_line(options, tmp_path, monkeypatch, capsys):
     assert (ended.value.code, err.count("\n")) == (2, 1) and str(tmp_path / "run") in err and "No space left" in err
 
 
+@pytest.mark.slow # three trainings
 def test_training_goes_on_from_other_peoples_weights(options, tmp_path, monkeypatch):
     first = [*options, "--model.rope-base", "5e5", "--model.vocab-multiple", "64"]
     assert train.main([*first, "--train.steps", "30", "--run-dir", str(tmp_path / "first"), "--eval.every-steps", "30"]) == 0
