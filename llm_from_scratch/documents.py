@@ -118,10 +118,9 @@ def _files_below(folder: Path) -> list[Path]:
     return [path for path in files if path not in tables and path.name in saved.get(path.parent, {path.name})]
 
 def _saved_names(state: Path) -> set[str]: # of a folder that `datasets` saved: its Arrow files, and neither caches nor descriptions
-    try: values = json.loads(state.read_bytes())
-    except (OSError, ValueError): return set()
-    if not isinstance(values, dict) or not (state.parent / "dataset_info.json").exists(): return set()
-    names = {entry["filename"] for entry in values.get("_data_files", [])}
+    if not (state.parent / "dataset_info.json").exists(): return set()
+    try: names = {entry["filename"] for entry in json.loads(state.read_bytes())["_data_files"]}
+    except (OSError, ValueError, KeyError, TypeError): raise UserError(f"{state}: broken, though dataset_info.json beside it says that `datasets` saved this folder; copy the dataset whole") from None
     missing = sorted(name for name in names if not (state.parent / name).is_file())
     if missing: raise UserError(f"{state.parent / missing[0]}: missing, though {state.name} beside it names it; copy the dataset whole")
     return names

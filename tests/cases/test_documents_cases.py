@@ -334,3 +334,10 @@ def test_zstandard_lines_are_read_and_a_cut_file_is_counted(tmp_path):
     tally = Counter()
     kept = list(d.read_documents(d.list_inputs([str(tmp_path)]), tally))
     assert tally["damaged"] == 2 and tally["read"] == len(kept) + 2 >= 4002
+
+
+@pytest.mark.parametrize("state", [b"", b"{", b"[]", b"{}", b'{"_data_files": [1]}', b"\xff"])
+def test_a_saved_dataset_with_a_broken_state_is_one_line(tmp_path, state):
+    save_dataset(tmp_path / "saved", {"text": ["one", "two"]}, num_files=1)
+    (tmp_path / "saved" / "state.json").write_bytes(state)
+    with pytest.raises(UserError, match="state.json: broken.*copy the dataset whole"): d.list_inputs([str(tmp_path / "saved")])
