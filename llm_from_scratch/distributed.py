@@ -191,10 +191,11 @@ class Engine:
         is_last: bool,   # gradients travel with this one
     ) -> torch.Tensor:   # () summed loss in nats, unscaled
         "Add a micro-batch's share to the gradients."
+        batch = batch.to(self.device)
         with sync_context(self.wrapped, is_last):
             with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-                loss = self.loss(self.wrapped, batch.to(self.device))
-            ((loss + own_losses(self.model, batch.to(self.device))) * (scale * self.scaler.scale if self.scaler else scale)).backward()
+                loss = self.loss(self.wrapped, batch)
+            ((loss + own_losses(self.model, batch)) * (scale * self.scaler.scale if self.scaler else scale)).backward()
         return loss.detach()
 
     def step(self) -> float: # the norm before clipping; where it is finite on all ranks, the weights have moved
