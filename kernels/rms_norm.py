@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .common import check_device, computable, offset
 
-ROW_GROUPS = 256  # programs of the backward pass: twice an H100's 132 processors; not yet timed on a GPU
+ROW_GROUPS = 256  # programs of the backward pass: about two for each of an H100's 132 processors; not yet timed on a GPU
 
 
 def rms_norm_reference(x, weight, eps=1e-5, residual=None):
@@ -136,7 +136,7 @@ def rms_norm(
     eps: float = 1e-5,                      # added to the mean square
     residual: torch.Tensor | None = None,   # (..., D) the stream that x is added to before the norm
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # the norm; with a residual also the sum, both like x
-    "Divide by the root mean square over D; raises ValueError of one line where the kernels can't run."
+    "Divide by the root mean square over D and multiply by the gain; raises ValueError of one line where the kernels can't run."
     check_device(x)
     out, total, _ = torch.ops.llm_from_scratch.rms_norm_forward(x, weight, eps, residual)
     return out if residual is None else (out, total)
