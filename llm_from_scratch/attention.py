@@ -40,10 +40,15 @@ def zero_padding(
     return x.masked_fill(padding[:, None, :, None], 0)
 
 # %% ../nbs/02d_attention.ipynb #fe1c1c60
-def _check_heads(q: torch.Tensor, k: torch.Tensor) -> None:
-    "Raise UserError where query heads can't be shared out among key heads."
+def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None = None, doc_ids: torch.Tensor | None = None) -> None:
+    "Raise UserError where queries, keys, values, slopes or document numbers don't fit together."
     if q.shape[1] % k.shape[1]:
         raise UserError(f"{q.shape[1]} query heads can't share {k.shape[1]} key heads: num_heads must be divisible by num_kv_heads")
+    if (q.shape[0], q.shape[3], *v.shape[:3]) != (k.shape[0], k.shape[3], *k.shape[:3]):
+        raise UserError(f"queries {tuple(q.shape)}, keys {tuple(k.shape)} and values {tuple(v.shape)} don't fit: (B, H, Tq, K), (B, G, Tk, K) and (B, G, Tk, V) are wanted")
+    if slopes is not None and slopes.shape != q.shape[1:2]: raise UserError(f"slopes {tuple(slopes.shape)} don't fit {q.shape[1]} query heads: one each is wanted")
+    if doc_ids is not None and (doc_ids.shape != (k.shape[0], k.shape[2]) or q.shape[2] > k.shape[2]):
+        raise UserError(f"doc_ids {tuple(doc_ids.shape)} don't fit keys {tuple(k.shape)} and {q.shape[2]} queries: (B, Tk) is wanted, and no more queries than keys")
 
 # %% ../nbs/02d_attention.ipynb #2b31f0ad
 def naive_attention(
@@ -57,7 +62,7 @@ def naive_attention(
     doc_ids: torch.Tensor | None = None, # (B, Tk) document of each key, -1 = padding
 ) -> torch.Tensor:              # (B, H, Tq, K) in the type of q; zeros for a row that sees nothing
     "Softmax attention, written out, in fp32 at least; raises UserError where H isn't divisible by G."
-    _check_heads(q, k)
+    _check_shapes(q, k, v, slopes, doc_ids)
     kind = torch.promote_types(q.dtype, torch.float32)
     q_BHTK, k_BGTK, v_BGTK = (zero_padding(x, doc_ids).to(kind) for x in (q, k, v))
     k_BHTK, v_BHTK = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k_BGTK, v_BGTK))
@@ -95,7 +100,7 @@ def sdpa_attention(
     doc_ids: torch.Tensor | None = None, # (B, Tk) document of each key, -1 = padding
 ) -> torch.Tensor:              # (B, H, Tq, K)
     "`naive_attention` through torch's fused kernels; raises UserError where H isn't divisible by G."
-    _check_heads(q, k)
+    _check_shapes(q, k, v, slopes, doc_ids)
     blind = max(0, q.shape[2] - k.shape[2]) if causal else 0
     if blind: return F.pad(sdpa_attention(q[:, :, blind:], k, v, scale=scale, slopes=slopes), (0, 0, blind, 0))
     q, k, v = (zero_padding(x, doc_ids) for x in (q, k, v))

@@ -23,13 +23,15 @@ _last_mask = {} # the newest block mask, with what it was made from: all layers 
 def _block_mask(num_queries: int, num_keys: int, causal: bool, doc_ids: torch.Tensor | None, device: torch.device):
     "Which blocks of keys each block of queries needs; made again where anything changed."
     asked = num_queries, num_keys, causal, device
-    if _last_mask.get("asked") == asked and _last_mask["doc_ids"] is doc_ids: return _last_mask["mask"]
+    version = None if doc_ids is None or doc_ids.is_inference() else doc_ids._version # grows when the ids change in place
+    is_known = doc_ids is None or version is not None
+    if is_known and _last_mask.get("asked") == asked and _last_mask["doc_ids"] is doc_ids and _last_mask["version"] == version: return _last_mask["mask"]
     offset = num_keys - num_queries
     def visible(batch, head, query, key):
         seen = query + offset >= key if causal else query >= 0
         return seen if doc_ids is None else seen & (doc_ids[batch, query + offset] == doc_ids[batch, key])
     mask = create_block_mask(visible, None if doc_ids is None else doc_ids.shape[0], None, num_queries, num_keys, device=device)
-    _last_mask.update(asked=asked, doc_ids=doc_ids, mask=mask)
+    _last_mask.update(asked=asked, doc_ids=doc_ids, version=version, mask=mask)
     return mask
 
 # %% ../nbs/03aa_attention_choice.ipynb #f0f89c55

@@ -68,11 +68,12 @@ def layer_group(
 
 # %% ../nbs/03ad_clipping.ipynb #d7d61bf6
 def measured_limits(
-    rows: list[list[float]],  # norms of each step, one a group
+    rows: list[list[float | None]], # norms of each step, one a group; None: it had no gradient
     percentile: float,        # 0 to 100
-) -> list[float]:             # one a group; at least 1e-6
+) -> list[float | None]:      # one a group; at least 1e-6, None where there never was a gradient
     "What the norms of a group stayed below in that share of the steps."
-    return np.percentile(np.array(rows), percentile, axis=0).clip(1e-6).tolist()
+    columns = [[norm for norm in column if norm is not None] for column in zip(*rows)]
+    return [max(1e-6, float(np.percentile(column, percentile))) if column else None for column in columns]
 
 # %% ../nbs/03ad_clipping.ipynb #8ee2c5a1
 class Clipper:
@@ -114,11 +115,13 @@ def limit_and_learn(
     "Scale the gradients, and take note of their norms."
     grads, cfg, max_norm = clipper.grads(), clipper.cfg, clipper.max_norm
     if clipper.limits:
-        for group, part in grads.items(): scale_down(part, clipper.norms[group], clipper.limits[group])
+        for group, part in grads.items(): scale_down(part, clipper.norms[group], clipper.limits.get(group, max_norm))
     elif grads: scale_down([grad for part in grads.values() for grad in part], clipper.norm, max_norm)
     if cfg.clip == "dynamic":
         clipper.count += 1
         clipper.mean += (min(clipper.norm.item(), max_norm) - clipper.mean) / min(clipper.count, cfg.clip_steps)
     if cfg.clip == "groups" and not clipper.limits:
-        clipper.seen = [*clipper.seen, [norm.item() for norm in clipper.norms.values()]]
-        if len(clipper.seen) == cfg.clip_steps: clipper.limits, clipper.seen = dict(zip(clipper.parts, measured_limits(clipper.seen, cfg.clip_percentile))), []
+        clipper.seen = [*clipper.seen, [clipper.norms[group].item() if group in clipper.norms else None for group in clipper.parts]]
+        if len(clipper.seen) == cfg.clip_steps:
+            limits = zip(clipper.parts, measured_limits(clipper.seen, cfg.clip_percentile))
+            clipper.limits, clipper.seen = {group: limit for group, limit in limits if limit is not None}, []

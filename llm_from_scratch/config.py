@@ -200,7 +200,7 @@ class OptimConfig(Section):
     lr: Annotated[float, Field(gt=0)] | None = Field(None, description="peak learning rate of AdamW; none: 0.01 beside Muon, 0.003 alone")
     muon_lr: float = Field(2e-2, gt=0, description="peak learning rate of Muon")
     min_lr_ratio: Share = Field(0.1, description="final learning rate as a share of the peak")
-    warmup_steps: Count | None = Field(None, description="steps to the peak; none: a twentieth of the run, at least 2 / (1 - beta2) if the run has ten times that, at most 2000")
+    warmup_steps: Count | None = Field(None, description="steps to the peak; none: a twentieth of the run, at least 2 / (1 - beta2) but no more than a tenth of the run for that, at most 2000")
     schedule: Literal["cosine", "linear", "wsd", "constant", "breathing"] = Field("cosine", description="shape after the warmup; wsd: stable, then linear decay")
     decay_share: float = Field(0.2, gt=0, le=1, description="wsd: share of the run that decays")
     breathing_hold_steps: Positive = Field(1000, description="breathing: steps at the same rate before the decay")

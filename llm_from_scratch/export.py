@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['LIMITS', 'is_hf_folder', 'open_model', 'read_hf_shape', 'import_hf', 'Difference', 'compare_logits', 'sample_rows',
-           'require_equal', 'transformers_logits', 'require_same_ids', 'write_hf', 'check_hf', 'export_hf',
-           'export_gguf', 'import_run', 'command_parser', 'main']
+           'rounded_copy', 'require_equal', 'transformers_logits', 'require_same_ids', 'write_hf', 'check_hf',
+           'export_hf', 'export_gguf', 'import_run', 'command_parser', 'main']
 
 # %% ../nbs/07a_export.ipynb #f19b3e7e
 import logging
@@ -107,6 +107,17 @@ def sample_rows(
 # %% ../nbs/07a_export.ipynb #af78ef11
 LIMITS = {"fp32": (1e-4, 1e-6), "fp16": (math.inf, 1e-3), "bf16": (math.inf, 2e-2)} # max_logit and mean_kl of files in this type
 
+def rounded_copy(
+    model: Transformer, # in fp32
+    dtype: str,         # of the files, a key of DTYPES
+    *,
+    matrices_only: bool = False, # as GGUF holds them
+) -> Transformer:
+    "The model that files in a smaller type hold."
+    copy = Transformer(model.cfg).eval()
+    copy.load_state_dict({name: tensor if matrices_only and tensor.ndim < 2 else tensor.to(DTYPES[dtype]).float() for name, tensor in model.state_dict().items()})
+    return copy
+
 # %% ../nbs/07a_export.ipynb #02bf2240
 def require_equal(
     difference: Difference, # of the files from the model
@@ -177,9 +188,11 @@ def check_hf(
 ) -> dict[str, Difference]:      # by reader: ours, and transformers where it is installed
     "Read a folder back and compare; UserError where it is not the model."
     ids = sample_rows(model.cfg)
-    ours = model(ids)
+    ours, rounded = model(ids), rounded_copy(model, dtype)(ids)
     answers = {"llm_from_scratch": import_hf(folder)[0](ids), "transformers": transformers_logits(folder, ids)}
-    found = {reader: compare_logits(ours, logits) for reader, logits in answers.items() if logits is not None}
+    answers = {reader: logits for reader, logits in answers.items() if logits is not None}
+    for reader, logits in answers.items(): require_equal(compare_logits(rounded, logits), "fp32", f"what {reader} reads")
+    found = {reader: compare_logits(ours, logits) for reader, logits in answers.items()}
     for reader, difference in found.items(): require_equal(difference, dtype, f"what {reader} reads")
     if tokenizer: require_same_ids(folder, tokenizer)
     return found
@@ -223,7 +236,9 @@ def export_gguf(
     draft, ids = _temporary_sibling(out), sample_rows(model.cfg)
     try:
         write_gguf(draft, model, tokenizer, dtype=dtype)
-        difference = compare_logits(model(ids), check_gguf(draft, model, tokenizer, dtype=dtype)(ids))
+        found = check_gguf(draft, model, tokenizer, dtype=dtype)(ids)
+        require_equal(compare_logits(rounded_copy(model, dtype, matrices_only=True)(ids), found), "fp32", "what the file holds")
+        difference = compare_logits(model(ids), found)
         require_equal(difference, dtype, "what the file holds")
         os.replace(draft, out)
     finally: draft.unlink(missing_ok=True)

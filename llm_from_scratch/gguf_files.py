@@ -110,14 +110,14 @@ def check_gguf(
     *,
     dtype: str,           # of the matrices, a key of FILE_TYPES
 ) -> Transformer:         # with the weights of the file
-    "Compare a file with a model to the last field and value; UserError names the first that differs."
+    "Compare each field and tensor that was written with the file; UserError names the first that differs."
     gguf = _library()
     (fields, tensors), meant = read_gguf(path), gguf_tensors(model, dtype)
     for name, value in {**shape_fields(model.cfg, dtype), **vocabulary_fields(tokenizer)}.items():
         stored = float(np.float32(value)) if isinstance(value, float) else value
         if fields.get(name) != stored: raise UserError(f"{path}: {name} is not what was written; nothing was exported")
     wrong = [name for name, (data, kind) in meant.items() if name not in tensors or not np.array_equal(tensors[name].numpy(), gguf.dequantize(data, kind), equal_nan=True)]
-    if wrong or tensors.keys() != meant.keys(): raise UserError(f"{path}: {(wrong or [*tensors])[0]} is not what was written; nothing was exported")
+    if odd := wrong or sorted(tensors.keys() ^ meant.keys()): raise UserError(f"{path}: {odd[0]} is not what was written; nothing was exported")
     cfg = model.cfg.model_copy(update={"rope_layout": "interleaved", "vocab_multiple": 1})
     with torch.random.fork_rng(devices=[]): copy = Transformer(cfg).eval()
     copy.load_state_dict(dict(zip(hf_names(cfg), (tensors[name] for name in meant))), strict=False)

@@ -22,7 +22,7 @@ def spike_reason(
     "Say in words what is out of the ordinary."
     if len(losses) < cfg.window: return ""
     usual_norm, usual_loss = median(norms), median(losses)
-    if grad_norm > cfg.norm_multiple * usual_norm: return f"gradient norm {grad_norm:.4g} is {grad_norm / usual_norm:.1f} times the median {usual_norm:.4g} of {len(norms)} steps"
+    if grad_norm > cfg.norm_multiple * usual_norm: return f"gradient norm {grad_norm:.4g} is {grad_norm / max(usual_norm, 1e-30):.1f} times the median {usual_norm:.4g} of {len(norms)} steps"
     if loss > usual_loss + cfg.loss_rise: return f"loss {loss:.4g} is {loss - usual_loss:.2f} above the median {usual_loss:.4g} of {len(losses)} steps"
     return ""
 

@@ -154,8 +154,10 @@ def config_from_hf(
         max_seq_len=fields["max_position_embeddings"], norm_eps=fields["rms_norm_eps"], tie_embeddings=fields["tie_word_embeddings"],
         init_std=fields["initializer_range"], positions="rope", rope_layout="half", **vocabulary_fields(fields["vocab_size"], num_pieces, where))
     except KeyError as error: raise UserError(f"{where}: {error.args[0]} is missing") from None
+    except TypeError: raise UserError(f"{where}: vocab_size {str(fields['vocab_size'])[:40]} is no whole number") from None
     try: return build_config({**values, **rope_from_hf(fields, where)}, kind=ModelConfig)
     except UserError as error: raise UserError(f"{where}: {str(error).removeprefix(where + ': ')}") from None
+    except (TypeError, ValueError, AttributeError): raise UserError(f"{where}: rope_theta, rope_scaling or rope_parameters holds what no RoPE has") from None
 
 # %% ../nbs/06f_hf_weights.ipynb #ced1d5d3
 def write_tensors(
@@ -182,7 +184,9 @@ def read_tensors(
     "All tensors of a folder; UserError for what is missing, damaged or not safetensors."
     folder = Path(folder)
     index = folder / "model.safetensors.index.json"
-    places = read_json(index).get("weight_map", {}) if index.exists() else {"": "model.safetensors"}
+    found = read_json(index) if index.exists() else {"weight_map": {"": "model.safetensors"}}
+    places = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()): raise UserError(f"{index}: no weight_map from names to files in it; download it again")
     tensors = {}
     for file in sorted({Path(place).name for place in places.values()}):
         if not (folder / file).exists(): raise UserError(f"{folder} has no {file}: an import reads safetensors only, and all of them")

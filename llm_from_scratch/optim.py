@@ -73,6 +73,15 @@ def muon_move(
 class Muon(torch.optim.Muon):
     "`torch.optim.Muon` with batches of equal shapes, in fp32 on a CPU; takes matrices only."
 
+    def __init__(
+        self,
+        params,     # matrices, or groups of them
+        **options,  # of torch's class; UserError for those that this step does not read
+    ):
+        if unread := {"adjust_lr_fn", "ns_coefficients", "eps"} & options.keys():
+            raise UserError(f"Muon: {', '.join(sorted(unread))} can't be chosen here; leave it out, or take torch.optim.Muon")
+        super().__init__(params, **options)
+
     @torch.no_grad()
     def step(self, closure=None):
         "Move every matrix that has a gradient."

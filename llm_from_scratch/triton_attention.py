@@ -9,6 +9,7 @@ __all__ = ['attention_flops', 'touched_blocks', 'blockwise_attention', 'flash_at
 import torch
 
 # %% ../nbs/04_triton_attention.ipynb #2ee61649
+from .attention import _check_shapes
 from .env import UserError
 from .kernels import why_not_attention
 from .kernels.blocks import block_ranges, query_documents
@@ -150,8 +151,7 @@ def blockwise_attention(
     block_size: int = 128,      # queries and keys in a tile
 ) -> torch.Tensor:              # (B, H, Tq, K) in the type of q; zeros for a row that sees nothing
     "`naive_attention` in memory that grows with T and not its square; raises UserError where H isn't divisible by G."
-    if q.shape[1] % k.shape[1]:
-        raise UserError(f"{q.shape[1]} query heads can't share {k.shape[1]} key heads: num_heads must be divisible by num_kv_heads")
+    _check_shapes(q, k, v, slopes, doc_ids)
     kind, scale = torch.promote_types(q.dtype, torch.float32), q.shape[-1] ** -0.5 if scale is None else scale
     q_BHTK = _without_padding(q, None if doc_ids is None else query_documents(doc_ids, q.shape[2])).to(kind)
     k_BGTK, v_BGTK = (_without_padding(x, doc_ids).to(kind) for x in (k, v))
@@ -171,6 +171,7 @@ def flash_attention(
     doc_ids: torch.Tensor | None = None, # (B, Tk) document of each key, -1 = padding
 ) -> torch.Tensor:              # (B, H, Tq, K) in the type of q; zeros for a row that sees nothing
     "`naive_attention` by the Triton kernels; raises UserError of one line for what they can't take, such as a CPU."
+    _check_shapes(q, k, v, slopes, doc_ids)
     if not torch.compiler.is_compiling() and (reason := why_not_attention(q, k, v)):
         raise UserError(f"{reason}; or take sdpa_attention")
     from llm_from_scratch.kernels.attention import flash_attention as run_kernels
