@@ -299,3 +299,24 @@ def test_a_llama_tokenizer_streams_and_heals_with_its_spaces(llama_tokenizer):
     texts = complete(model, tokenizer, "the ca", max_new_tokens=9, seed=0)
     assert all(text.startswith("the ca") for text in texts)
     assert "".join(stream(model, tokenizer, "the ca", max_new_tokens=9, seed=0)) == texts[0][len("the ca"):]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_rows_in_the_wrong_layout_are_noticed_on_fresh_weights_in_every_type(tmp_path, monkeypatch, dtype):
+    model = build(init_std=0.02, rope_layout="interleaved") # attention is almost flat: nothing shows in the probabilities
+    monkeypatch.setattr(export, "plain_tensors", lambda model, layout: plain_tensors(model, "interleaved"))
+    monkeypatch.setattr(export, "find_spec", lambda name: None)
+    (tmp_path / "out").mkdir()
+    write_hf(tmp_path / "out", model, None, dtype=dtype)
+    with pytest.raises(UserError, match="is not the model"): check_hf(tmp_path / "out", model, None, dtype)
+
+
+@pytest.mark.parametrize("index", ["[]", '{"weight_map": null}', '{"weight_map": {"a": 3}}', "{}"])
+def test_an_index_that_names_no_files_is_one_line(tmp_path, index):
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(UserError, match="no weight_map"): read_tensors(tmp_path)
+
+
+@pytest.mark.parametrize("odd", [{"rope_theta": None}, {"rope_scaling": [1]}, {"vocab_size": "50"}, {"rope_scaling": {"type": "linear", "factor": "x"}}])
+def test_a_configuration_with_values_of_the_wrong_kind_is_one_line(odd):
+    with pytest.raises(UserError, match="^config.json: "): config_from_hf({"model_type": "llama", **FAMILY, **odd}, num_pieces=None if "vocab_size" not in odd else 50)

@@ -34,6 +34,7 @@ from llm_from_scratch.model import (
 from llm_from_scratch.moe import build_model
 from llm_from_scratch.optim import build_optimizer
 from llm_from_scratch.positions import rotary_frequencies
+from llm_from_scratch.triton_attention import blockwise_attention, flash_attention
 
 BACKENDS = [naive_attention, sdpa_attention]
 PADDED = torch.tensor([[0, 0, 5, 6], [1, 2, 3, 4]])
@@ -573,3 +574,11 @@ def test_mod_7_other_first_weights_follow_each_matrix_shape(kind):
         if weight.ndim == 2:
             fan = weight.shape[1] if kind == "kaiming" else sum(weight.shape)
             assert abs(weight.std().item() / (2 / fan) ** 0.5 - 1) < 0.05, name
+
+
+@pytest.mark.parametrize("change", [{"k": (1, 1, 4, 8), "v": (1, 1, 4, 8)}, {"v": (1, 1, 2, 16)}, {"q": (2, 1, 4, 16)}, {"doc_ids": (1, 2)}, {"slopes": (2,)}, {"q": (1, 1, 5, 16), "doc_ids": (1, 4)}])
+@pytest.mark.parametrize("attend", [naive_attention, sdpa_attention, blockwise_attention, flash_attention])
+def test_shapes_that_do_not_fit_are_refused_by_every_attention(attend, change):
+    shapes = {"q": (1, 1, 4, 16), "k": (1, 1, 4, 16), "v": (1, 1, 4, 16)} | change
+    tensors = {name: torch.zeros(shape, dtype=torch.int64 if name == "doc_ids" else torch.float32) for name, shape in shapes.items()}
+    with pytest.raises(UserError, match="don't fit"): attend(tensors.pop("q"), tensors.pop("k"), tensors.pop("v"), **tensors)

@@ -9,7 +9,7 @@ from llm_from_scratch.config import Config, ModelConfig, OptimConfig
 from llm_from_scratch.env import UserError
 from llm_from_scratch.launch import check_resume
 from llm_from_scratch.model import Transformer
-from llm_from_scratch.optim import (Muon, Schedule, build_optimizer, clip_gradients, hidden_matrices, load_named_state, lr_at, named_state,
+from llm_from_scratch.optim import (Clipper, Muon, Schedule, build_optimizer, clip_gradients, hidden_matrices, load_named_state, lr_at, named_state,
                                     orthogonalize, param_groups, set_lr)
 
 CURVE = [0.25, 0.5, 0.75, 1.0, 1.0, 0.939711, 0.775, 0.55, 0.325, 0.160289, 0.1, 0.1]
@@ -217,3 +217,19 @@ def test_a_fresh_optimizers_state_loads_as_no_state():
     train(model, used, range(2))
     load_named_state(model, used, empty)
     assert named_state(model, used) == empty and empty["moments"] == {}
+
+
+def test_options_that_muon_does_not_read_are_refused():
+    with pytest.raises(UserError, match="adjust_lr_fn can't be chosen"): Muon([nn.Parameter(torch.zeros(2, 2))], lr=1.0, adjust_lr_fn="match_rms_adamw")
+
+
+def test_a_group_without_gradients_leaves_the_other_groups_their_limits():
+    model = Tied()
+    clipper = Clipper(model, OptimConfig(clip="groups", clip_steps=2, clip_percentile=50))
+    for _ in range(3):
+        for name, p in model.named_parameters(): p.grad = None if name.startswith("embed") else torch.full_like(p, 0.5)
+        clipper.measure()
+        clipper.clip()
+    assert set(clipper.limits) == {group for group, part in clipper.parts.items() if not any(p is model.embed.weight for p in part)}
+    norms = {group: torch.cat([torch.full((p.numel(),), 0.5) for p in part]).norm().item() for group, part in clipper.parts.items() if group in clipper.limits}
+    assert clipper.limits == pytest.approx(norms)
