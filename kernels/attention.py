@@ -39,7 +39,7 @@ def attention_reference(q, k, v, *, causal=True, scale=None, slopes=None, doc_id
 # compile without a spill in halves up to width 128 on sm_80, sm_86 and sm_90 and fit sm_86's 99 KiB of shared memory: see
 # benchmarks/compile_kernels.py. Not yet timed on a GPU.
 TILES = {
-    "fwd": {64: (128, 64, 8, 3), 128: (128, 32, 8, 2), 256: (64, 32, 8, 2)},
+    "fwd": {32: (128, 32, 8, 3), 64: (128, 64, 8, 3), 128: (128, 32, 8, 2), 256: (64, 32, 8, 2)},
     "dq": {64: (128, 32, 8, 2), 128: (64, 32, 4, 2), 256: (32, 32, 8, 2)},
     "dkv": {64: (32, 128, 8, 1), 128: (32, 64, 8, 2), 256: (32, 32, 8, 2)},
 }
