@@ -106,7 +106,9 @@ class Clipper:
 
     def clip(self) -> None: limit_and_learn(self) # only what has been measured and found finite
     def state_dict(self) -> dict: return {name: getattr(self, name) for name in ("seen", "limits", "count", "mean")}
-    def load_state_dict(self, state: dict) -> None: vars(self).update(state)
+    def load_state_dict(self, state: dict) -> None:
+        vars(self).update(state)
+        if self.limits.keys() - self.parts.keys() or any(len(row) != len(self.parts) for row in self.seen): self.limits, self.seen = {}, [] # of another kind
 
 # %% ../nbs/03ad_clipping.ipynb #95e99c41
 def limit_and_learn(

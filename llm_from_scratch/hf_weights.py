@@ -124,7 +124,7 @@ def require_known(
 ) -> dict:        # with the family's defaults
     "UserError naming the first field that asks for another architecture."
     family = fields.get("model_type")
-    if family not in DEFAULTS: raise UserError(f"{where}: model_type {family!r} is not Llama-shaped; there are {', '.join(DEFAULTS)}")
+    if not isinstance(family, str) or family not in DEFAULTS: raise UserError(f"{where}: model_type {family!r} is not Llama-shaped; there are {', '.join(DEFAULTS)}")
     fields = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02, **DEFAULTS[family], **fields}
     for name, value in MEANT.items():
         if fields.get(name, value) != value: raise UserError(f"{where}: {name} {str(fields[name])[:40]} is not known here: only {value} can be imported")
@@ -200,7 +200,9 @@ def our_tensors(
     tensors: dict[str, torch.Tensor], # their names
     cfg: ModelConfig,                 # of the model that takes them
 ) -> dict[str, torch.Tensor]:         # ours, in fp32
-    "Rename tensors for our model; a tied head and tables of RoPE are dropped."
+    "Rename tensors for our model; a tied head and tables of RoPE are dropped; UserError for a head that is not the tied one."
     names = {theirs: ours for ours, theirs in hf_names(cfg).items()}
-    dropped = {"lm_head.weight"} - names.keys()
+    dropped, table = {"lm_head.weight"} - names.keys(), tensors.get("model.embed_tokens.weight")
+    if dropped and table is not None and not torch.equal(tensors.get("lm_head.weight", table), table):
+        raise UserError("lm_head.weight differs from model.embed_tokens.weight, which tie_word_embeddings in config.json says are one; set it to false there")
     return {names.get(name, name): tensor.float() for name, tensor in tensors.items() if name not in dropped and not name.endswith("inv_freq")}

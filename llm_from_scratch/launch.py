@@ -210,7 +210,11 @@ def load_initial_weights(
 ) -> None:
     "Start a model from weights; UserError where there are none or they don't fit."
     if not is_hf_folder(name):
-        load_checkpoint(weights_to_start_from(name), {"model": model})
+        place = weights_to_start_from(name)
+        theirs = read_run_config(place.parents[1]).model if (place.parents[1] / "config.yaml").exists() else model.cfg
+        for key in ("positions", "rope_layout", "num_heads", "num_kv_heads"): # what no shape shows
+            if (ours := getattr(model.cfg, key)) != getattr(theirs, key): raise UserError(f"model.{key} is {ours}, but the weights of train.init_from {name} were trained with {getattr(theirs, key)}; set it so")
+        load_checkpoint(place, {"model": model})
         return
     tensors, rows = our_tensors(read_tensors(name), model.cfg), model.cfg.padded_vocab_size
     theirs = len(tensors.get("embedding.weight", ()))

@@ -141,6 +141,8 @@ def build_training(
     config: Config,  # the whole of it
     data: Data,      # from prepare_data
     ranks: Ranks,    # this process's place; with several, the process group is open
+    *,
+    is_new: bool = True, # False: a checkpoint follows, so that train.init_from is not read again
 ) -> Training:       # at step 0
     "Seed, then build model, optimizer, engine and loaders."
     seed_everything(config.train.seed)
@@ -153,7 +155,7 @@ def build_training(
     model = build_model(shape, attend=attend).to(device)
     model.recomputed = blocks_to_recompute(train.checkpoint_activations, shape, min(train.micro_batch, train.global_batch // ranks.world_size), train.seq_len, dtype)
     check_shapes(model)
-    if train.init_from: load_initial_weights(train.init_from, model)
+    if train.init_from and is_new: load_initial_weights(train.init_from, model)
     if train.weights == "bf16": model.bfloat16()
     loss = partial(next_token_loss, document_mask=config.data.document_mask)
     engine = prepare(model, build_optimizer(model, config.optim), ranks=ranks, device=device, dtype=dtype, compile=wants_compile(train.compile, device),
@@ -487,7 +489,7 @@ def run(
     notes = check_resume(old, config, checkpoint_step(start) if start else 0, allow) if old else []
     data = prepare_data(config)
     if resume_from: check_same_data(run_dir, data.manifests)
-    training = build_training(config, data, ranks)
+    training = build_training(config, data, ranks, is_new=not start)
     if ranks.is_main: training.environment, training.url = environment_report(), url
     if start: resume(training, start)
     if start: notes.append(f"resumed from {start}")

@@ -347,8 +347,8 @@ def test_a_signal_before_the_first_step_is_one_line(options, tmp_path, number):
 def test_divergence_without_a_checkpoint_says_so(options, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, "is_over", lambda training, in_a_row: in_a_row > 0)
     build = train.build_training
-    def poisoned(*args):
-        training = build(*args)
+    def poisoned(*args, **options):
+        training = build(*args, **options)
         whole = training.engine.loss
         training.engine.loss = lambda model, batch: whole(model, batch) * float("nan")
         return training
