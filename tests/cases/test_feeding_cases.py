@@ -3,10 +3,12 @@ import json
 
 import pytest
 
-from llm_from_scratch.config import build_config, load_preset
+from llm_from_scratch import launch, train
+from llm_from_scratch.config import Config, build_config, load_preset, replace
 from llm_from_scratch.env import Ranks, UserError, set_deterministic
 from llm_from_scratch.launch import STOPPED, StopRequest
 from llm_from_scratch.mixing import source_tokens
+from llm_from_scratch.model import Transformer
 from llm_from_scratch.train import build_training, fit, prepare_data, resume
 
 SMALL = {"model": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "max_seq_len": 64}, "tokenizer": {"vocab_size": 300},
@@ -67,3 +69,24 @@ def test_impossible_feeding_is_refused_before_the_first_step(corpus):
     with pytest.raises(UserError, match="data.lengths 128 is above model.max_seq_len 64"): build_training(configure(corpus, lengths=[128]), data, Ranks())
     with pytest.raises(UserError, match="no source 'wbe'"): build_training(configure(corpus, mix={"wbe": 1.0}), data, Ranks())
     with pytest.raises(UserError, match="no file w.json"): build_training(configure(corpus, source_weights="w.json"), data, Ranks())
+
+
+def test_weights_to_start_from_are_not_read_again_on_a_resume(corpus, monkeypatch):
+    config = configure(corpus)
+    data = prepare_data(config)
+    monkeypatch.setattr(train, "load_initial_weights", lambda name, model: pytest.fail("read again"))
+    gone = replace(config, train={"init_from": "runs/gone"})
+    build_training(gone, data, Ranks(), is_new=False)
+    with pytest.raises(pytest.fail.Exception, match="read again"): build_training(gone, data, Ranks())
+
+
+@pytest.mark.parametrize("theirs", [{"positions": "alibi"}, {"rope_layout": "interleaved"}, {"num_heads": 2}, {"num_kv_heads": 1}])
+def test_weights_of_a_run_that_mean_something_else_are_refused(tmp_path, monkeypatch, theirs):
+    place = tmp_path / "run/checkpoints/step_00000001"
+    place.mkdir(parents=True)
+    (tmp_path / "run/config.yaml").write_text("")
+    monkeypatch.setattr(launch, "weights_to_start_from", lambda name: place)
+    monkeypatch.setattr(launch, "read_run_config", lambda folder: Config(model=theirs))
+    [(key, value)] = theirs.items()
+    with pytest.raises(UserError, match=f"model.{key} is .* were trained with {value}; set it so"):
+        launch.load_initial_weights(str(tmp_path / "run"), Transformer(Config().model.model_copy(update={"vocab_size": 32})))
