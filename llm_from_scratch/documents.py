@@ -200,15 +200,12 @@ def document_from_row(
 def read_jsonl(
     path: Path, # JSON lines, perhaps packed
 ) -> Iterator[Document | Skipped]: # one a line, from 1; a `damaged` for a stretch that damage took
-    "The documents of a JSONL file; damage costs a member of a .gz, and of other packings the rest of the file."
-    name, is_after_damage = document_id(path), False
+    "The documents of a JSONL file; damage costs the packed unit that it hits, as `read_lines` has it."
+    name = document_id(path)
     with open(path, "rb") as file:
         for number, line in enumerate(read_lines(file, path.name), start=1):
             where = f"{name}:{number}"
-            found = Skipped(where, line) if isinstance(line, str) else _read_line(line, where)
-            is_tail = is_after_damage and isinstance(line, bytes) and isinstance(found, Skipped) # of a line that began in the damage
-            yield Skipped(where, "damaged") if is_tail else found
-            is_after_damage = line == "damaged"
+            yield Skipped(where, line) if isinstance(line, str) else _read_line(line, where)
 
 def _read_line(line: bytes, where: str) -> Document | Skipped:
     if not line.strip(): return Skipped(where, "empty")
