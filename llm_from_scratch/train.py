@@ -193,7 +193,7 @@ def open_saver(
     options, folder = training.config.checkpoint, run_dir / "checkpoints"
     best = read_best(folder) if training.ranks.is_main and options.keep_best else None
     follow = partial(sync_run_folder, run_dir, training.url) if training.url else None
-    return BackgroundSaver(folder, options, follow), SaveSchedule(options, **({"best_loss": best["val_loss"]} if best else {}))
+    return BackgroundSaver(folder, options, follow, keep_regular=training.config.guard.enabled), SaveSchedule(options, **({"best_loss": best["val_loss"]} if best else {}))
 
 def save(
     training: Training,     # all ranks call this together
