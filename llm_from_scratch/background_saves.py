@@ -112,9 +112,9 @@ def read_best(
 # %% ../nbs/06b_background_saves.ipynb #afd2bb96
 class _Write(threading.Thread):
     "One checkpoint under way: where it goes, and how it ended."
-    def __init__(self, folder: Path, packed: PackedState, val_loss: float | None, retention: CheckpointConfig, after: Callable | None, options: dict):
+    def __init__(self, saver: "BackgroundSaver", packed: PackedState, val_loss: float | None, options: dict):
         super().__init__(name=f"saving step {packed.step}")
-        self.folder, self.packed, self.val_loss, self.retention, self.after, self.options = folder, packed, val_loss, retention, after, options
+        self.saver, self.folder, self.packed, self.val_loss, self.options = saver, saver.folder, packed, val_loss, options
         self.tries, self.path, self.error, self.notes = 1, None, None, []
 
     def run(self):
@@ -123,16 +123,16 @@ class _Write(threading.Thread):
         else: self.tidy()
 
     def tidy(self):
-        keep = self.retention
+        keep, regular = self.saver.options, self.saver.options.every_steps if self.saver.keep_regular else None
         try:
             if self.val_loss is not None: write_json(self.folder / "best.json", {"step": self.packed.step, "val_loss": self.val_loss})
             best = (read_best(self.folder) or {}).get("step") if keep.keep_best else None
-            prune_checkpoints(self.folder, keep=keep.keep, keep_light=keep.keep_light, keep_every=keep.keep_every, best=best)
-            if self.after: self.after()
+            prune_checkpoints(self.folder, keep=keep.keep, keep_light=keep.keep_light, keep_every=keep.keep_every, best=best, regular=regular)
+            if self.saver.after_save: self.saver.after_save()
         except (OSError, UserError) as error: self.notes.append(f"{self.path} is saved, but what follows a save failed: {error}")
 
     def again(self) -> "_Write":
-        other = _Write(self.folder, self.packed, self.val_loss, self.retention, self.after, self.options)
+        other = _Write(self.saver, self.packed, self.val_loss, self.options)
         other.tries = self.tries + 1
         return other
 
@@ -144,7 +144,7 @@ def _begin(saver: "BackgroundSaver", state: dict, step: int, kind: str, inputs: 
     packed = pack_state(state, step=step, kind=kind)
     if options.background: packed = copy_to_host(packed, saver.buffers)
     writing = {"inputs": inputs, "local_dir": options.local_dir, "signing_key": options.signing_key}
-    saver.under_way = _Write(saver.folder, packed, val_loss, options, saver.after_save, writing)
+    saver.under_way = _Write(saver, packed, val_loss, writing)
     saver.under_way.start()
     if not options.background: saver.wait()
     saver.blocked_seconds += time.perf_counter() - started
@@ -170,8 +170,10 @@ class BackgroundSaver:
         folder: str | Path,                             # a run's checkpoints/
         options: CheckpointConfig = CheckpointConfig(), # what stays, where to write first, whether in the background
         after_save: Callable[[], object] | None = None, # called in the thread once a checkpoint stands; may raise OSError or UserError
+        *,
+        keep_regular: bool = False, # the newest full one at a multiple of options.every_steps stays: a guard goes back to it
     ):
-        self.after_save = after_save
+        self.after_save, self.keep_regular = after_save, keep_regular
         self.folder, self.options, self.saved, self.blocked_seconds = Path(folder), options, None, 0.0
         self.under_way, self.reserving, self.buffers = None, None, {}
 

@@ -363,6 +363,7 @@ def prune_checkpoints(
     best: Path | int | None = None,  # a checkpoint or its step that stays whatever its age
     keep_light: int | None = None,   # newest light ones that stay, likewise; none: as many as full ones
     keep_every: int | None = None,   # those at multiples of so many steps stay
+    regular: int | None = None,      # the newest full one at a multiple of so many steps stays
 ) -> list[Path]:         # what was deleted, oldest first
     "Delete all but the newest checkpoints; nothing where none of those verifies to the last byte."
     if keep < 1: raise UserError(f"keep must be at least 1, not {keep}: a run without a checkpoint can't resume")
@@ -370,6 +371,7 @@ def prune_checkpoints(
     full, light = _newest(paths, "full", keep), _newest(paths, "light", keep if keep_light is None else keep_light)
     stays = {checkpoint_step(path) for path in full + light} | {checkpoint_step(best) if isinstance(best, str | Path) else best}
     if keep_every: stays |= {step for step in map(checkpoint_step, paths) if step and step % keep_every == 0}
+    if regular: stays |= {checkpoint_step(path) for path in _newest([path for path in paths if checkpoint_step(path) % regular == 0], "full", 1)}
     doomed = [path for path in paths if checkpoint_step(path) not in stays]
     if doomed and all(verify_checkpoint(path) for path in full or light):
         _note([f"nothing deleted in {Path(folder).name}: no checkpoint that would stay verifies"])

@@ -12,6 +12,7 @@ __all__ = ['Count', 'Positive', 'Share', 'PRESETS', 'suggest', 'Section', 'round
 # %% ../nbs/00a_config.ipynb #c085e031
 import argparse
 import difflib
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -74,8 +75,8 @@ class ExpertConfig(Section):
     "Whether the MLP is several experts, and who goes where."
     num_experts: Count = Field(0, description="experts a block; 0: one dense MLP")
     experts_per_token: Positive = Field(2, description="experts that see a token")
-    capacity_factor: float | None = Field(None, gt=0, description="slots of an expert in training, as a multiple of its even share; none: nothing is dropped")
-    router_temperature: float = Field(1.0, gt=0, description="router logits are divided by it")
+    capacity_factor: float | None = Field(None, ge=0.1, description="slots of an expert in training, as a multiple of its even share; none: nothing is dropped")
+    router_temperature: float = Field(1.0, ge=0.01, description="router logits are divided by it")
     balance_weight: float = Field(0.01, ge=0, description="weight of the loss that keeps experts evenly used")
     router_z_weight: float = Field(0.001, ge=0, description="weight of the loss that keeps router logits small")
 
@@ -184,12 +185,13 @@ class TrainConfig(Section):
     loss_scale_backoff: float = Field(0.5, gt=0, lt=1, description="fp16: the factor shrinks so much after an overflow")
     loss_scale_interval: Positive = Field(2000, description="fp16: good steps in a row before the factor grows")
     compile: Literal["auto", "always", "never"] = Field("auto", description="torch.compile; auto: on a GPU only")
-    checkpoint_activations: str = Field("none", pattern=r"^(none|all|every-[1-9]\d*|\d+(\.\d+)?GB)$", description="blocks computed again in the backward pass: none, all, every-2, or what their activations may take, 6GB")
+    checkpoint_activations: str = Field("none", description="blocks computed again in the backward pass: none, all, every-2, or what their activations may take, 6GB")
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = Field(None, description="CPU threads a rank; none: the cores shared among the local ranks")
     init_from: str | None = Field(None, description="run, checkpoint, or folder in Hugging Face's layout whose weights to start from")
 
     @model_validator(mode="after")
     def check_types(self):
+        if not re.fullmatch(r"none|all|every-[1-9]\d*|\d+(\.\d+)?GB", self.checkpoint_activations): raise ValueError(f"checkpoint_activations {self.checkpoint_activations!r}: write none, all, every-2 or a budget as 6GB")
         if self.weights == "bf16" and self.dtype == "fp16": raise ValueError("weights in bf16 can't be multiplied in fp16; take dtype auto or bf16")
         return self
 

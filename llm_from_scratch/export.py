@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LIMITS', 'is_hf_folder', 'open_model', 'read_hf_shape', 'import_hf', 'Difference', 'compare_logits', 'sample_rows',
            'rounded_copy', 'require_equal', 'transformers_logits', 'require_same_ids', 'write_hf', 'check_hf',
-           'export_hf', 'export_gguf', 'import_run', 'command_parser', 'main']
+           'export_hf', 'export_gguf', 'check_import', 'import_run', 'command_parser', 'main']
 
 # %% ../nbs/07a_export.ipynb #f19b3e7e
 import logging
@@ -19,13 +19,15 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from .artifacts import _temporary_sibling, atomic_folder, read_json, write_json
+from .artifacts import _temporary_sibling, atomic_folder, read_json, remove_stale, write_json
 from .checkpointing import MAX_SHARD_BYTES, load_checkpoint, load_run, read_run_config, save_checkpoint
 from .config import CommandParser, ModelConfig, build_config, to_yaml
 from .env import UserError, run_command
 from .gguf_files import check_gguf, write_gguf
-from .hf_tokenizer import read_hf_tokenizer, write_hf_tokenizer
-from .hf_weights import DTYPES, config_from_hf, config_to_hf, hf_names, our_tensors, plain_tensors, read_tensors, write_tensors
+from .hf_tokenizer import parse_model, read_hf_tokenizer, write_hf_tokenizer
+from llm_from_scratch.hf_weights import (
+    DTYPES, config_from_hf, config_to_hf, hf_names, our_tensors, plain_tensors, read_tensors, require_finite, require_shapes, write_tensors,
+)
 from .model import Transformer
 from .moe import build_model
 from .state_trees import match_weights
@@ -71,6 +73,7 @@ def import_hf(
 ) -> tuple[Transformer, Tokenizer | None]: # in evaluation mode, fp32, on the CPU
     "A Llama-shaped model of other people's; UserError naming what can't be taken."
     cfg, tokenizer = read_hf_shape(path)
+    require_shapes(path, cfg)
     if tokenizer is None: logging.getLogger("llm_from_scratch").warning(f"imported without a tokenizer: {read_hf_tokenizer(path)[1]}")
     with torch.random.fork_rng(devices=[]): model = Transformer(cfg).eval()
     model.load_state_dict(match_weights(model, our_tensors(read_tensors(path), cfg), source=str(path)), strict=False)
@@ -123,24 +126,26 @@ def require_equal(
     difference: Difference, # of the files from the model
     dtype: str,             # of the files
     where: str,             # for the message
+    done: str = "exported", # what nothing is, in the message
 ) -> None:
     "UserError with both figures where files don't compute what the model computes."
     max_logit, max_kl = LIMITS[dtype]
     if difference.max_logit <= max_logit and difference.mean_kl <= max_kl: return
     raise UserError(f"{where} is not the model: logits differ by {difference.max_logit:.2g} (at most {max_logit:g}), "
-                    f"{difference.mean_kl:.2g} nats a token (at most {max_kl:g}) in {dtype}; nothing was exported")
+                    f"{difference.mean_kl:.2g} nats a token (at most {max_kl:g}) in {dtype}; nothing was {done}")
 
 # %% ../nbs/07a_export.ipynb #95ac58ad
 def transformers_logits(
     folder: str | Path, # in Hugging Face's layout
     ids: torch.Tensor,  # (B, T)
 ) -> torch.Tensor | None: # (B, T, V) in fp32; None where transformers is not installed
-    "What transformers computes from a folder's files."
+    "What transformers computes from a folder's files; UserError where it can't read them."
     if find_spec("transformers") is None: return None
     import transformers
     shown = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try: model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, ImportError) as error: raise UserError(f"transformers can't read {folder}: {' '.join(str(error).split())[:200]}") from error
     finally:
         if shown: transformers.utils.logging.enable_progress_bar()
     with torch.no_grad(): return model(ids).logits
@@ -156,9 +161,11 @@ def require_same_ids(
     from tokenizers import Tokenizer as Reader
     reader, draw = Reader.from_file(str(Path(folder, "tokenizer.json"))), random.Random(0)
     reader.encode_special_tokens = True
+    spec = parse_model(tokenizer).trainer_spec
+    settle = sorted if spec.model_type == spec.UNIGRAM else list
     for _ in range(num_texts):
         text = tokenizer.decode(draw.choices(range(tokenizer.vocab_size), k=32))
-        if sorted(reader.encode(text).ids) != sorted(tokenizer.encode(text, bos=True)):
+        if settle(reader.encode(text).ids) != settle(tokenizer.encode(text, bos=True)):
             raise UserError(f"{folder}: tokenizer.json is not the tokenizer: it cuts {text[:40]!r} otherwise; nothing was exported")
     return num_texts
 
@@ -201,6 +208,7 @@ def check_hf(
 def _check_request(out: str | Path, dtype: str = "fp32") -> None:
     if dtype not in DTYPES: raise UserError(f"dtype {dtype!r} is unknown; there are {', '.join(DTYPES)}")
     if Path(out).exists(): raise UserError(f"{out} exists already; choose another name or remove it")
+    remove_stale(Path(out).parent)
 
 # %% ../nbs/07a_export.ipynb #dafa57fc
 def export_hf(
@@ -245,21 +253,37 @@ def export_gguf(
     return difference
 
 # %% ../nbs/07a_export.ipynb #9911f4b0
+@torch.no_grad()
+def check_import(
+    run_dir: Path,       # as written
+    model: Transformer,  # as read
+    source: str | Path,  # the folder that it came from
+) -> dict[str, Difference]: # by reader: the run, and transformers where it is installed
+    "Compare what was read with the run that was made of it, and with what transformers makes of the files; UserError where they differ."
+    ids = sample_rows(model.cfg)
+    answers = {"the run": load_run(run_dir).model(ids), "transformers": transformers_logits(source, ids)}
+    found = {reader: compare_logits(model(ids), logits[..., :model.cfg.vocab_size]) for reader, logits in answers.items() if logits is not None}
+    for reader, difference in found.items(): require_equal(difference, "fp32", f"what {reader} reads", "imported")
+    return found
+
+# %% ../nbs/07a_export.ipynb #ac909593
 def import_run(
     path: str | Path, # folder in Hugging Face's layout
     out: str | Path,  # a new folder
-) -> ModelConfig:     # what was imported
-    "Make a run of other people's model; UserError where it can't be taken, or has no tokenizer for our data."
+) -> tuple[ModelConfig, dict[str, Difference]]: # what was imported, and what other readers make of it
+    "Make a run of other people's model; UserError, and no folder, where it can't be taken, has no tokenizer for our data, or is not equal."
     if not is_hf_folder(path): raise UserError(f"{path} has no config.json: it is not a model in Hugging Face's layout")
     _check_request(out)
-    model, tokenizer = import_hf(path)
-    if tokenizer is None: raise UserError(f"a run needs a tokenizer: {read_hf_tokenizer(path)[1]}; import_hf takes the weights alone")
+    _, tokenizer = read_hf_shape(path)
+    if tokenizer is None: raise UserError(f"{read_hf_tokenizer(path)[1]}; a run needs the model's tokenizer, as the file that SentencePiece writes")
+    model, _ = import_hf(path)
+    require_finite(model, str(path))
     config = build_config({"model": model.cfg.model_dump(), "tokenizer": {"vocab_size": tokenizer.vocab_size}, "train": {"seq_len": min(256, model.cfg.max_seq_len)}})
     with atomic_folder(out) as folder:
         tokenizer.save(folder / "tokenizer")
         save_checkpoint(folder / "checkpoints", {"model": model}, step=0, kind="light", inputs={"tokenizer": tokenizer.fingerprint})
         (folder / "config.yaml").write_text(to_yaml(config))
-    return model.cfg
+        return model.cfg, check_import(folder, model, path)
 
 # %% ../nbs/07a_export.ipynb #9f32c065
 def command_parser() -> CommandParser: # of hf, gguf and import
@@ -281,13 +305,15 @@ def main(
     "Export a model, or import one; raises UserError for what the user can mend."
     options = command_parser().parse_args(args)
     if options.action == "import":
-        cfg = import_run(options.path, options.out)
-        print(f"imported {cfg.num_layers} layers of width {cfg.hidden_size}, vocabulary {cfg.vocab_size:,}, into {options.out}")
-        return 0
-    found = export_hf(options.path, options.out, dtype=options.dtype) if options.action == "hf" else {"the file": export_gguf(options.path, options.out, dtype=options.dtype)}
+        cfg, found = import_run(options.path, options.out)
+        last = f"imported {cfg.num_layers} layers of width {cfg.hidden_size}, vocabulary {cfg.vocab_size:,}, into {options.out}"
+    else:
+        found = export_hf(options.path, options.out, dtype=options.dtype) if options.action == "hf" else {"the file": export_gguf(options.path, options.out, dtype=options.dtype)}
+        last = f"exported to {options.out}"
     for reader, difference in found.items():
         print(f"{reader}: logits differ by {difference.max_logit:.1e} at most, {difference.mean_kl:.1e} nats a token; the likeliest token is the same at {difference.same_choice:.1%} of the positions")
-    print(f"exported to {options.out}")
+    if options.action != "gguf" and "transformers" not in found: print("transformers: not installed, and so not asked; the check says less without it")
+    print(last)
     return 0
 
 # %% ../nbs/07a_export.ipynb #c067f35d

@@ -5,21 +5,21 @@
 # %% auto #0
 __all__ = ['BLOCK_NAMES', 'ROPE_NAMES', 'DTYPES', 'DEFAULTS', 'MEANT', 'hf_names', 'require_llama', 'plain_tensors', 'rope_to_hf',
            'rope_from_hf', 'config_to_hf', 'require_known', 'vocabulary_fields', 'config_from_hf', 'write_tensors',
-           'read_tensors', 'our_tensors']
+           'weight_files', 'require_shapes', 'read_tensors', 'our_tensors', 'require_finite']
 
 # %% ../nbs/06f_hf_weights.ipynb #457ecc09
 import re
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from .artifacts import read_json, write_json
-from .checkpointing import MAX_SHARD_BYTES, split_tensors
+from .checkpointing import MAX_SHARD_BYTES, _count_non_finite, split_tensors
 from .config import ModelConfig, build_config, round_up
 from .env import UserError
-from .model import SwiGLU, Transformer, permute_rotary
+from .model import SwiGLU, Transformer, expected_shapes, permute_rotary
 from .tokenizer import Tokenizer
 
 # %% ../nbs/06f_hf_weights.ipynb #8e49a73c
@@ -138,8 +138,9 @@ def vocabulary_fields(
 ) -> dict:                  # vocab_size and vocab_multiple
     "How a vocabulary of so many pieces fills so many rows; UserError where it has more pieces than rows."
     num_pieces = num_pieces or rows
+    if rows < 1: raise UserError(f"{where}: vocab_size {rows} is no number of pieces")
     if num_pieces > rows: raise UserError(f"{where}: vocab_size {rows} is below the tokenizer's {num_pieces} pieces; they are not of one model")
-    fits = (multiple for multiple in range(1, rows + 1) if round_up(num_pieces, multiple) == rows)
+    fits = (multiple for multiple in range(rows - num_pieces + 1, rows + 1) if round_up(num_pieces, multiple) == rows) # no smaller one skips as many
     return dict(vocab_size=num_pieces, vocab_multiple=next(fits))
 
 def config_from_hf(
@@ -178,22 +179,52 @@ def write_tensors(
     return files
 
 # %% ../nbs/06f_hf_weights.ipynb #39c20cdd
-def read_tensors(
+def weight_files(
     folder: str | Path, # with safetensors
-) -> dict[str, torch.Tensor]: # by the names in the files
-    "All tensors of a folder; UserError for what is missing, damaged or not safetensors."
+) -> dict[str, str]:    # tensor -> file; without an index "" -> the only file
+    "Where the tensors of a folder lie; UserError for a file that is missing, or an index that is none."
     folder = Path(folder)
     index = folder / "model.safetensors.index.json"
     found = read_json(index) if index.exists() else {"weight_map": {"": "model.safetensors"}}
     places = found.get("weight_map") if isinstance(found, dict) else None
-    if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()): raise UserError(f"{index}: no weight_map from names to files in it; download it again")
-    tensors = {}
-    for file in sorted({Path(place).name for place in places.values()}):
-        if not (folder / file).exists(): raise UserError(f"{folder} has no {file}: an import reads safetensors only, and all of them")
-        try: tensors |= load_file(folder / file)
-        except (SafetensorError, OSError) as error: raise UserError(f"{folder / file} is damaged: {error}; download it again") from None
-    if lacking := next((name for name in places if name and name not in tensors), None): raise UserError(f"{index} names {lacking}, which no file holds")
-    return tensors
+    if not places or not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()): raise UserError(f"{index}: no weight_map from names to files in it; download it again")
+    for place in sorted(set(places.values())):
+        if Path(place).name != place: raise UserError(f"{index} names {place!r}, which is no file of its folder; download it again")
+        if not (folder / place).is_file(): raise UserError(f"{folder} has no file {place}: an import reads safetensors only, and all of them")
+    return places
+
+# %% ../nbs/06f_hf_weights.ipynb #0670978d
+def _read_all(folder: str | Path, read) -> dict:
+    places, found = weight_files(folder), {}
+    for file in sorted(set(places.values())):
+        try: found |= read(Path(folder, file))
+        except (SafetensorError, OSError) as error: raise UserError(f"{Path(folder, file)} is damaged: {error}; download it again") from None
+    if lacking := next((name for name in places if name and name not in found), None): raise UserError(f"{folder}: the index names {lacking}, which no file holds")
+    return found
+
+def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
+    with safe_open(path, framework="pt") as file: return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+
+def require_shapes(
+    folder: str | Path, # with safetensors
+    cfg: ModelConfig,   # of the model that is to take them
+) -> None:
+    "UserError naming the first tensor that files lack, have besides, or have in another shape; reads headers alone."
+    found = {name: shape for name, shape in _read_all(folder, _read_header).items() if not name.endswith("inv_freq")}
+    if cfg.num_layers > len(found): raise UserError(f"{folder}: config.json asks for {cfg.num_layers:,} layers, the files hold {len(found):,} tensors")
+    names, wanted = hf_names(cfg), expected_shapes(cfg)
+    if cfg.tie_embeddings: found.pop("lm_head.weight", None)
+    for ours, theirs in names.items():
+        if theirs not in found: raise UserError(f"{folder} does not fit its config.json: {theirs} is missing")
+        if found[theirs] != wanted[ours]: raise UserError(f"{folder} does not fit its config.json: {theirs} is {found[theirs]}, but {wanted[ours]} is asked for")
+    if unknown := sorted(found.keys() - set(names.values())): raise UserError(f"{folder} does not fit its config.json: {unknown[0]} is unknown in such a model")
+
+# %% ../nbs/06f_hf_weights.ipynb #103c1ef8
+def read_tensors(
+    folder: str | Path, # with safetensors
+) -> dict[str, torch.Tensor]: # by the names in the files
+    "All tensors of a folder; UserError as `weight_files`, and for what is damaged or not safetensors."
+    return _read_all(folder, load_file)
 
 # %% ../nbs/06f_hf_weights.ipynb #85ac7cf2
 def our_tensors(
@@ -206,3 +237,14 @@ def our_tensors(
     if dropped and table is not None and not torch.equal(tensors.get("lm_head.weight", table), table):
         raise UserError("lm_head.weight differs from model.embed_tokens.weight, which tie_word_embeddings in config.json says are one; set it to false there")
     return {names.get(name, name): tensor.float() for name, tensor in tensors.items() if name not in dropped and not name.endswith("inv_freq")}
+
+# %% ../nbs/06f_hf_weights.ipynb #27fd69db
+def require_finite(
+    model: Transformer, # with imported weights
+    source: str,        # where they are from, for the message
+) -> None:
+    "UserError naming the first tensor with values that are NaN or infinite."
+    names = hf_names(model.cfg)
+    for name, weight in model.named_parameters():
+        if bad := _count_non_finite(weight.detach()):
+            raise UserError(f"{source}: {bad} of {weight.numel()} values of {names.get(name, name)} are NaN or infinite; take whole weights")

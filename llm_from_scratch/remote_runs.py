@@ -10,7 +10,7 @@ from functools import cache as once
 from pathlib import Path
 
 from .artifacts import Lock, atomic_folder, default_cache_dir, read_json, verify_manifest, write_atomic, write_json
-from .checkpointing import checkpoint_step, list_checkpoints, verify_checkpoint
+from .checkpointing import checkpoint_step, list_checkpoints, read_run_config, verify_checkpoint
 from .env import UserError, hash_json
 from .state_trees import _first, _note
 from .storage import _download, _has_files, _open_store, _read_remote_json, _store_errors, is_remote, publish_folder
@@ -93,12 +93,25 @@ def _fetch_checkpoint(store, root: str, name: str, folder: Path) -> list[str]: #
     except _Damaged as damaged: return damaged.args[0]
     return []
 
+def _fetch_newest(url: str, run_dir: Path, names: list[str]) -> str | None: # the newest of them that came whole
+    store, root = _open_store(url)
+    for name in reversed(names):
+        problems = _fetch_checkpoint(store, root, name, run_dir / "checkpoints")
+        if not problems:
+            _keep_known(run_dir, url, {*_known(run_dir).get(url, []), name})
+            return name
+        _note([f"passed over {url}/checkpoints/{name}: {_first(problems)}"])
+
+def _guarded_interval(run_dir: Path) -> int: # steps between the checkpoints that a guard goes back to; 0: no guard is on
+    config = read_run_config(run_dir) if (run_dir / "config.yaml").exists() else None
+    return config.checkpoint.every_steps if config and config.guard.enabled else 0
+
 # %% ../nbs/06d_remote_runs.ipynb #f9cf2bfe
 def fetch_run(
     url: str,             # a run's folder on a store
     run_dir: str | Path,  # local; its files are replaced
 ) -> Path | None:         # the checkpoint that came, whole; none where there is none
-    "Bring a run here: its small files and its newest good checkpoint."
+    "Bring a run here: its small files, its newest good checkpoint, and the one that its guard would go back to."
     run_dir, url, names = Path(run_dir), url.rstrip("/"), remote_checkpoints(url)
     with _store_errors(url):
         store, root = _open_store(url)
@@ -106,13 +119,10 @@ def fetch_run(
         for found in store.find(root):
             name = found.split(f"{root.strip('/')}/", 1)[1]
             if not name.startswith("checkpoints/step_"): write_atomic(run_dir / name, store.cat_file(found))
-        for name in reversed(names):
-            problems = _fetch_checkpoint(store, root, name, run_dir / "checkpoints")
-            if not problems:
-                _keep_known(run_dir, url, {*_known(run_dir).get(url, []), name})
-                return run_dir / "checkpoints" / name
-            _note([f"passed over {url}/checkpoints/{name}: {_first(problems)}"])
-    return None
+        newest, interval = _fetch_newest(url, run_dir, names), _guarded_interval(run_dir)
+        if newest and interval and checkpoint_step(newest) % interval:
+            _fetch_newest(url, run_dir, [name for name in names[:names.index(newest)] if checkpoint_step(name) % interval == 0])
+    return run_dir / "checkpoints" / newest if newest else None
 
 # %% ../nbs/06d_remote_runs.ipynb #238646d8
 def work_locally(

@@ -48,8 +48,8 @@ from .generate import complete
 from .guard import SpikeGuard
 from llm_from_scratch.launch import (
     DIVERGED, DONE, INTERRUPTED, STOPPED, USER_ERROR, StopRequest, check_memory, check_readers, check_resume, check_run_folder, check_same_data, check_saving, checkpoint_to_resume,
-    again, claim_folder, keep_freed_memory, last_word, load_initial_weights, next_commands, remember_stop, remove_stub, repeated_stop, resolve, set_threads,
-    write_run_folder,
+    again, claim_folder, idle_options, keep_freed_memory, last_word, load_initial_weights, next_commands, remember_stop, remove_stub, repeated_stop, resolve, set_threads,
+    with_own_tokenizer, write_run_folder,
 )
 from .mixing import mix_at, mix_notes
 from .model import Transformer, check_shapes, count_parameters, flops_per_token
@@ -193,7 +193,7 @@ def open_saver(
     options, folder = training.config.checkpoint, run_dir / "checkpoints"
     best = read_best(folder) if training.ranks.is_main and options.keep_best else None
     follow = partial(sync_run_folder, run_dir, training.url) if training.url else None
-    return BackgroundSaver(folder, options, follow), SaveSchedule(options, **({"best_loss": best["val_loss"]} if best else {}))
+    return BackgroundSaver(folder, options, follow, keep_regular=training.config.guard.enabled), SaveSchedule(options, **({"best_loss": best["val_loss"]} if best else {}))
 
 def save(
     training: Training,     # all ranks call this together
@@ -486,8 +486,8 @@ def run(
     if ranks.is_main: check_saving(run_dir, config.checkpoint)
     check_memory(config, config.model.vocab_size or config.tokenizer.vocab_size, ranks, choose_device(ranks))
     start = broadcast_object(checkpoint_to_resume(run_dir, resume_from, config.checkpoint.require_signature) if ranks.is_main else None)
-    notes = check_resume(old, config, checkpoint_step(start) if start else 0, allow) if old else []
-    data = prepare_data(config)
+    notes = [*idle_options(config), *(check_resume(old, config, checkpoint_step(start) if start else 0, allow) if old else [])]
+    data = prepare_data(with_own_tokenizer(config, old, run_dir))
     if resume_from: check_same_data(run_dir, data.manifests)
     training = build_training(config, data, ranks, is_new=not start)
     if ranks.is_main: training.environment, training.url = environment_report(), url

@@ -2,8 +2,12 @@
 
 import io
 import json
+import logging
+import os
+import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import sentencepiece
@@ -203,8 +207,8 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
     write_hf(tmp_path, model, None)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
-    for change, complaint in ((lambda t: t.pop("lm_head.weight"), "missing head.weight"), (lambda t: t.update(extra=torch.ones(2)), "unknown extra"),
-                              (lambda t: t.update({"model.norm.weight": torch.ones(5)}), r"final_norm.weight is \(5,\)")):
+    for change, complaint in ((lambda t: t.pop("lm_head.weight"), "lm_head.weight is missing"), (lambda t: t.update(extra=torch.ones(2)), "extra is unknown"),
+                              (lambda t: t.update({"model.norm.weight": torch.ones(5)}), r"model.norm.weight is \(5,\), but \(32,\)")):
         changed = dict(tensors)
         change(changed)
         save_file(changed, path)
@@ -309,6 +313,90 @@ def test_rows_in_the_wrong_layout_are_noticed_on_fresh_weights_in_every_type(tmp
     (tmp_path / "out").mkdir()
     write_hf(tmp_path / "out", model, None, dtype=dtype)
     with pytest.raises(UserError, match="is not the model"): check_hf(tmp_path / "out", model, None, dtype)
+
+
+@pytest.mark.parametrize("change", [dict(hidden_size=10_000_000), dict(num_hidden_layers=10_000_000), dict(intermediate_size=10**9), dict(vocab_size=10**12)])
+def test_a_model_that_the_files_do_not_hold_is_refused_before_it_is_built(change, tokenizer, tmp_path, monkeypatch):
+    write_hf(tmp_path, build(tokenizer), tokenizer)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | change))
+    monkeypatch.setattr(export, "Transformer", lambda cfg: pytest.fail("a model was built"))
+    with pytest.raises(UserError, match="does not fit its config.json|asks for 10,000,000 layers"):
+        import_hf(tmp_path)
+
+
+def test_an_import_is_gated_by_what_was_written_and_by_transformers(tokenizer, tmp_path, monkeypatch, capsys):
+    (tmp_path / "theirs").mkdir()
+    write_hf(tmp_path / "theirs", build(tokenizer), tokenizer)
+    monkeypatch.setattr(export, "transformers_logits", lambda folder, ids: None)
+    assert main(["import", str(tmp_path / "theirs"), str(tmp_path / "one")]) == 0
+    out = capsys.readouterr().out
+    assert "the run: logits differ by 0.0e+00 at most" in out and "transformers: not installed, and so not asked" in out and "imported 2 layers" in out
+    monkeypatch.setattr(export, "transformers_logits", lambda folder, ids: torch.zeros(*ids.shape, 320))
+    with pytest.raises(UserError, match="what transformers reads is not the model: .* nothing was imported"):
+        import_run(tmp_path / "theirs", tmp_path / "two")
+    monkeypatch.setattr(export, "transformers_logits", lambda folder, ids: None)
+    whole = export.load_run
+    def damaged(path):
+        run = whole(path)
+        with torch.no_grad(): run.model.blocks[0].attention.query.weight.neg_()
+        return run
+    monkeypatch.setattr(export, "load_run", damaged)
+    with pytest.raises(UserError, match="what the run reads is not the model: .* nothing was imported"):
+        import_run(tmp_path / "theirs", tmp_path / "two")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "theirs"]
+
+
+def test_weights_that_are_no_numbers_are_named_before_anything_is_written(tokenizer, tmp_path, alone):
+    model = build(tokenizer)
+    with torch.no_grad(): model.final_norm.weight[3] = float("nan")
+    write_hf(tmp_path, model, tokenizer)
+    with pytest.raises(UserError, match="1 of 32 values of model.norm.weight are NaN or infinite"):
+        import_run(tmp_path, tmp_path / "run")
+
+
+def test_an_import_without_a_tokenizer_is_one_line(tmp_path, caplog, monkeypatch):
+    write_hf(tmp_path, build(), None)
+    monkeypatch.setattr(logging.getLogger("llm_from_scratch"), "propagate", True)
+    with pytest.raises(UserError, match="has no tokenizer.model; a run needs the model's tokenizer") as error:
+        main(["import", str(tmp_path), str(tmp_path / "out")])
+    assert "import_hf" not in str(error.value) and not caplog.records
+
+
+@pytest.mark.parametrize("action", ["hf", "gguf", "import"])
+def test_what_a_killed_export_left_is_gone_after_the_next(action, run_dir, tmp_path, alone):
+    if action == "gguf": pytest.importorskip("gguf")
+    export_hf(run_dir, tmp_path / "theirs")
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    mark = re.search(r"-\d+-([0-9a-f]{8})", export._temporary_sibling(tmp_path / "out").name)[1]
+    left = [tmp_path / f".out.tmp-{ended.pid}-{mark}12345678", tmp_path / f".out.tmp-{os.getpid()}-{mark}12345678"]
+    for path in left: path.mkdir()
+    assert main([action, str(tmp_path / "theirs"), str(tmp_path / "out")]) == 0
+    assert [path.exists() for path in left] == [False, True] # the second one's process lives
+
+
+def test_ids_of_a_bpe_vocabulary_must_agree_in_order(tokenizer, tmp_path, monkeypatch):
+    tokenizers = pytest.importorskip("tokenizers")
+    export.write_hf_tokenizer(tmp_path, tokenizer, 64)
+    class Backwards:
+        def __init__(self, reader): self.reader = reader
+        def encode(self, text): return SimpleNamespace(ids=self.reader.encode(text).ids[::-1])
+    whole = tokenizers.Tokenizer.from_file
+    monkeypatch.setattr(tokenizers, "Tokenizer", SimpleNamespace(from_file=lambda path: Backwards(whole(path))))
+    with pytest.raises(UserError, match="it cuts .* otherwise"):
+        export.require_same_ids(tmp_path, tokenizer)
+
+
+@pytest.mark.parametrize("index, words", [('{"weight_map": {}}', "no weight_map"), ('{"weight_map": {"a": "../a.safetensors"}}', "is no file of its folder"), ('{"weight_map": {"a": "/a.safetensors"}}', "is no file of its folder")])
+def test_an_index_that_names_nothing_here_is_one_line(tmp_path, index, words):
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(UserError, match=words): read_tensors(tmp_path)
+
+
+def test_a_folder_in_the_place_of_the_weights_is_one_line(tmp_path):
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(UserError, match="has no file model.safetensors"): read_tensors(tmp_path)
 
 
 @pytest.mark.parametrize("index", ["[]", '{"weight_map": null}', '{"weight_map": {"a": 3}}', "{}"])

@@ -122,7 +122,7 @@ def test_the_guard_goes_back_and_leaves_the_rows_out(corpus, tmp_path, caplog):
 
 @pytest.mark.parametrize("stop_after", [5, pytest.param(2, marks=pytest.mark.slow), pytest.param(7, marks=pytest.mark.slow)])
 def test_a_guarded_run_resumes_exactly(corpus, tmp_path, stop_after):
-    config = configure(corpus, **GUARDED)
+    config = configure(corpus, **GUARDED, checkpoint=dict(keep=1)) # a stop's checkpoint must not push out the one to go back to
     _, whole, training = run(config, tmp_path / "one", damage=break_batch(7, 1e4))
     _, begun, _ = run(config, tmp_path / "two", damage=break_batch(7, 1e4), stop_after=stop_after)
     _, rest, again = run(config, tmp_path / "two", damage=break_batch(7, 1e4), resume_from=latest_checkpoint(tmp_path / "two" / "checkpoints"))

@@ -10,11 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from llm_from_scratch import artifacts, export, train
-from llm_from_scratch.checkpointing import latest_checkpoint, load_run
+from llm_from_scratch.checkpointing import latest_checkpoint, load_run, save_checkpoint
+from llm_from_scratch.config import build_config, to_yaml
 from llm_from_scratch.env import UserError, run_command, set_deterministic
-from llm_from_scratch.launch import STOPPED
+from llm_from_scratch.launch import STOPPED, check_resume, load_initial_weights, resolve
+from llm_from_scratch.moe import build_model
 from llm_from_scratch.optim import lr_at
 
 ROOT = Path(__file__).parents[2]
@@ -411,4 +414,54 @@ def test_training_goes_on_from_other_peoples_weights(options, tmp_path, monkeypa
     assert two.config.model.rope_base == 5e5 and two.tokenizer.fingerprint == one.tokenizer.fingerprint
     before, after = rows(tmp_path / "first"), rows(tmp_path / "second")
     assert after[0]["loss"] < before[0]["loss"] - 1 and abs(after[0]["loss"] - before[-1]["loss"]) < 0.5
+    shutil.rmtree(tmp_path / "theirs")
     assert train.main(["--run-dir", str(tmp_path / "second"), "--resume", "auto", "--train.steps", "3"]) == 0
+
+
+def test_a_run_from_weights_takes_their_shape_and_goes_on_when_they_are_gone(options, undisturbed, tmp_path, capsys):
+    weights = Path(shutil.copytree(undisturbed, tmp_path / "weights"))
+    again = [*options[len(SHAPE):], "--train.init-from", str(weights), "--train.steps", "1", "--run-dir", str(tmp_path / "run")]
+    with pytest.raises(UserError, match="model.num_layers is 3, but the weights of train.init_from"):
+        train.main([*again, "--model.num-layers", "3"])
+    assert train.main([*again, "--model.capacity-factor", "2"]) == 0
+    assert "model.capacity_factor does nothing while model.num_experts is 0" in capsys.readouterr().out
+    shutil.rmtree(weights)
+    assert train.main(["--run-dir", str(tmp_path / "run"), "--resume", "auto", "--train.steps", "2"]) == 0
+    run = load_run(tmp_path / "run")
+    assert (run.step, run.config.model.hidden_size, run.tokenizer.fingerprint) == (2, 32, load_run(undisturbed).tokenizer.fingerprint)
+
+
+def test_a_run_with_experts_hands_its_shape_over(undisturbed, tmp_path):
+    shape = dict(hidden_size=32, num_layers=1, num_heads=2, num_experts=3, experts_per_token=1, positions="alibi")
+    config = build_config({"model": shape, "tokenizer": {"vocab_size": 300}})
+    model = build_model(config.model.model_copy(update={"vocab_size": 300}))
+    save_checkpoint(tmp_path / "checkpoints", {"model": model}, step=4)
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    shutil.copytree(undisturbed / "tokenizer", tmp_path / "tokenizer")
+    for place in (tmp_path, tmp_path / "checkpoints" / "step_00000004"):
+        _, taken, _ = resolve(["--train.init-from", str(place), "--model.capacity-factor", "1.5"])
+        assert {name: getattr(taken.model, name) for name in shape} == shape and taken.tokenizer.path == str(tmp_path / "tokenizer")
+        other = build_model(taken.model.model_copy(update={"vocab_size": 300}))
+        load_initial_weights(str(place), other)
+        assert torch.equal(other.blocks[0].mlp.router.weight, model.blocks[0].mlp.router.weight)
+    with pytest.raises(UserError, match="model.num_experts is 0, but the weights"):
+        resolve(["--train.init-from", str(tmp_path), "--model.num-experts", "0"])
+
+
+@pytest.mark.parametrize("resume", [[], ["--resume", "auto"]])
+def test_imported_weights_are_not_resumed_and_stay_as_they_were(options, tmp_path, resume):
+    config = build_config({"model": {"hidden_size": 32, "num_layers": 1, "num_heads": 2}, "tokenizer": {"vocab_size": 300}})
+    save_checkpoint(tmp_path / "checkpoints", {"model": build_model(config.model.model_copy(update={"vocab_size": 300}))}, step=0, kind="light")
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match=f"holds weights alone.*--train.init-from {tmp_path} --run-dir"):
+        train.main([*options, "--run-dir", str(tmp_path), *resume])
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("change, key", [({"train": {"weights": "bf16", "dtype": "fp32"}}, "train.weights"), ({"optim": {"kind": "adamw"}}, "optim.kind"), ({"train": {"seed": 5}}, "train.seed")])
+def test_what_a_state_can_not_follow_is_not_offered(change, key):
+    old = build_config({"train": {"dtype": "fp32"}})
+    with pytest.raises(UserError) as error: check_resume(old, build_config(old.model_dump(), change), 3)
+    assert key in str(error.value) and "--allow-change" not in str(error.value)
+    with pytest.raises(UserError, match=f"--allow-change can't help with {key}"): check_resume(old, build_config(old.model_dump(), change), 3, allow=(key,))
