@@ -270,6 +270,8 @@ class EngineConfig(Section):
     "How gradients move between processes."
     kind: Literal["ddp"] = Field("ddp", description="ddp: one process or DistributedDataParallel")
     timeout_seconds: float = Field(600.0, gt=0, description="longest wait for another rank")
+    preflight: bool = Field(True, description="compare and try several ranks before the first step")
+    allow_different_environments: bool = Field(False, description="go on where versions or settings differ between ranks")
 
 class LogConfig(Section):
     "What the run tells of itself."

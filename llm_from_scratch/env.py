@@ -200,7 +200,7 @@ def open_process_group(
     *,
     timeout_seconds: float = 60, # to meet, and for each collective operation afterwards
 ):
-    "Join the process group; raises UserError naming address, port and limit where it fails."
+    "Join the process group and say by which variables; raises UserError naming address, port and limit where it fails."
     if ranks.world_size == 1: return
     if device.type == "cuda": torch.cuda.set_device(device)
     limit = timedelta(seconds=timeout_seconds)
@@ -212,6 +212,12 @@ def open_process_group(
                                 device_id=device if device.type == "cuda" else None)
     except (RuntimeError, TimeoutError, ValueError, OSError) as error:
         raise UserError(_meeting_failed(ranks, timeout_seconds, error)) from error
+    if ranks.is_main: print(_meeting_held(ranks, device), file=sys.stderr, flush=True)
+
+def _meeting_held(ranks: Ranks, device: "torch.device") -> str:
+    launcher = "set by torchrun" if os.environ.get("TORCHELASTIC_RUN_ID") else "set by hand or by another launcher"
+    honoured = ", ".join(f"{name}={os.environ.get(name, '')}" for name in RANK_VARIABLES + ADDRESS_VARIABLES)
+    return f"ranks        {ranks.world_size} met by {honoured} ({launcher}), {dist.get_backend()} on {device}"
 
 def _meeting_failed(ranks: Ranks, timeout_seconds: float, error: Exception) -> str:
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"

@@ -59,6 +59,7 @@ from llm_from_scratch.monitoring import (
 )
 from .optim import Clipper, Schedule, build_optimizer, set_lr
 from .precision import LossScaler
+from .preflight import preflight_run
 from .remote_runs import sync_run_folder, work_locally
 from .state_trees import capture_rng, restore_rng
 from .token_shards import TokenShards, cached_shards, encoded_tokenizer, find_encoded, left_out, open_encoded
@@ -550,7 +551,9 @@ def hold_and_run(
         if ranks.is_main and not options.run_dir: stack.callback(remove_stub, run_dir)
         if ranks.is_main: stack.enter_context(Lock(run_dir / ".lock"))
         if ranks.is_main: (run_dir / "stopped.json").unlink(missing_ok=True)
-        try: code = run(config, run_dir, ranks, resume_from=options.resume, old=old, allow=tuple(options.allow_change), url=options.url)
+        try:
+            preflight_run(config, ranks, run_dir)
+            code = run(config, run_dir, ranks, resume_from=options.resume, old=old, allow=tuple(options.allow_change), url=options.url)
         except (UserError, RuntimeError, KeyboardInterrupt) as error: # the latter two may only mean that another rank is gone
             mistake = str(error) if isinstance(error, UserError) else mistake_elsewhere()
             if mistake and ranks.is_main: remember_stop(run_dir, USER_ERROR, mistake)

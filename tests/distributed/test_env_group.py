@@ -41,6 +41,8 @@ def test_two_processes_meet_and_part():
             process.kill()
     assert [process.returncode for process in processes] == [0, 0], said
     assert [out.split() for out, _ in said] == [["0", "False", "3.0"], ["1", "False", "3.0"]]
+    honoured = f"2 met by RANK=0, LOCAL_RANK=0, WORLD_SIZE=2, MASTER_ADDR=127.0.0.1, MASTER_PORT={port} (set by hand or by another launcher), gloo on cpu"
+    assert [errors.count(honoured) for _, errors in said] == [1, 0]
 
 
 def test_torchrun_hosts_the_meeting(tmp_path):

@@ -25,7 +25,7 @@ from notebooks import (
 MODULES = modules_in_order()
 DEVELOPMENT_ONLY = {"nbdev", "fastcore", "execnb", "IPython", "jupyter_client", "nbclient", "pytest"}
 SET_BY_TOOLS = {"IN_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"}
-DISTRIBUTION_OF = {"yaml": "PyYAML", "fasttext": "fasttext_predict"}
+DISTRIBUTION_OF = {"yaml": "PyYAML", "fasttext": "fasttext_predict", "pynvml": "nvidia_ml_py"}
 
 
 def exported_imports(nb) -> set[str]:
