@@ -188,6 +188,7 @@ class TrainConfig(Section):
     checkpoint_activations: str = Field("none", description="blocks computed again in the backward pass: none, all, every-2, or what their activations may take, 6GB")
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = Field(None, description="CPU threads a rank; none: the cores shared among the local ranks")
     init_from: str | None = Field(None, description="run, checkpoint, or folder in Hugging Face's layout whose weights to start from")
+    parity_every_steps: Count = Field(0, description="steps between comparisons of weights, counters and the loader's position over the ranks; 0: with each checkpoint only")
 
     @model_validator(mode="after")
     def check_types(self):

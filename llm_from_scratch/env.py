@@ -6,11 +6,11 @@
 __all__ = ['DISK_ERRORS', 'REPEAT_SECONDS', 'RANK_VARIABLES', 'ADDRESS_VARIABLES', 'torch', 'dist', 'FAST_BF16_FLAGS',
            'REPORTED_PACKAGES', 'REPORTED_FLAGS', 'RECORD_FIELDS', 'MIN_DISK_BYTES', 'MIN_SHARED_MEMORY_BYTES',
            'UserError', 'interruptible', 'run_command', 'hash_json', 'Ranks', 'read_ranks', 'choose_device',
-           'open_process_group', 'close_process_group', 'seed_everything', 'set_deterministic', 'set_debug',
-           'cpu_flags', 'has_fast_bf16', 'choose_dtype', 'why_not_compile', 'usable_cores', 'describe_code',
-           'environment_report', 'environment_fingerprint', 'open_log', 'Check', 'declared_requirements',
-           'check_versions', 'check_disk', 'check_shared_memory', 'check_ranks', 'check_port', 'check_threads',
-           'check_search_path', 'preflight', 'main']
+           'meet_anew', 'open_process_group', 'close_process_group', 'seed_everything', 'set_deterministic',
+           'set_debug', 'cpu_flags', 'has_fast_bf16', 'choose_dtype', 'why_not_compile', 'usable_cores',
+           'describe_code', 'environment_report', 'environment_fingerprint', 'open_log', 'Check',
+           'declared_requirements', 'check_versions', 'check_disk', 'check_shared_memory', 'check_ranks', 'check_port',
+           'check_threads', 'check_search_path', 'preflight', 'main']
 
 # %% ../nbs/00_env.ipynb #3a974c5d
 import argparse
@@ -193,6 +193,25 @@ def _within(seconds: float, function: Callable[[], Any]) -> Any:
     if error is not None: raise error
     return result
 
+def meet_anew(
+    store: "dist.Store",    # may have outlived other processes, as that of torchrun's agent does
+    ranks: Ranks,           # this process's place among those that meet
+    timeout_seconds: float, # for all of them to come
+) -> "dist.Store":          # the part of it that these processes alone use
+    "Agree on a prefix nobody used before: rank 0 answers a word that each rank made up; raises TimeoutError."
+    mine, end, missing = os.urandom(8).hex(), time.monotonic() + timeout_seconds, list(range(1, ranks.world_size))
+    read = lambda key: store.get(key).decode() if store.check([key]) else None
+    if not ranks.is_main: store.set(f"rank {ranks.rank}", mine)
+    while time.monotonic() < end:
+        chosen = mine if ranks.is_main else read(mine)
+        if ranks.is_main: missing = [rank for rank in missing if read(f"{mine}/{rank}") is None]
+        for rank in missing if ranks.is_main else []: # a dead rank's word is answered too, and read by nobody
+            if word := read(f"rank {rank}"): store.set(word, mine)
+        if chosen and not (ranks.is_main and missing): store.set(f"{chosen}/{ranks.rank}", "here")
+        if chosen and read(f"{chosen}/0"): return dist.PrefixStore(chosen, store)
+        time.sleep(0.01)
+    raise TimeoutError("the agent's store is there, but not " + (f"ranks {missing}" if ranks.is_main else "rank 0"))
+
 # %% ../nbs/00_env.ipynb #8da75cae
 def open_process_group(
     ranks: Ranks,                # from `read_ranks`; nothing is opened for one process
@@ -207,6 +226,7 @@ def open_process_group(
     meet = functools.partial(dist.rendezvous, "env://", ranks.rank, ranks.world_size, timeout=limit)
     try:
         store = _within(timeout_seconds, lambda: next(meet())[0])
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True": store = meet_anew(store, ranks, timeout_seconds)
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=ranks.rank,
                                 world_size=ranks.world_size, timeout=limit,
                                 device_id=device if device.type == "cuda" else None)
@@ -223,6 +243,7 @@ def _meeting_failed(ranks: Ranks, timeout_seconds: float, error: Exception) -> s
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
     advice = ("the port is taken: set another MASTER_PORT on all processes" if "EADDRINUSE" in str(error)
+              else "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for every torchrun" if "agent's store" in str(error)
               else f"check that all {ranks.world_size} processes run and reach it; for one process alone: "
                    f"unset {' '.join(RANK_VARIABLES)}")
     return (f"rank {ranks.rank} of {ranks.world_size} (RANK, WORLD_SIZE in the environment) could not meet the others "
@@ -324,8 +345,7 @@ def usable_cores(
 
 # %% ../nbs/00_env.ipynb #bb53b83b
 def _package_folder() -> Path | None:
-    found = importlib.util.find_spec("llm_from_scratch")
-    return Path(found.origin).resolve().parent if found and found.origin else None
+    return Path(found.origin).resolve().parent if (found := importlib.util.find_spec("llm_from_scratch")) and found.origin else None
 
 def _git(folder: Path, *arguments: str) -> str | None:
     try: done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10)
@@ -343,8 +363,7 @@ def describe_code(
     "Identify the sources by their content and, where git tracks them, by their commit."
     folder = folder or _package_folder()
     if folder is None: return dict(sha256=None, version=None, commit=None, dirty=None)
-    sources = {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-               for path in sorted(folder.rglob("*.py"))}
+    sources = {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.rglob("*.py"))}
     tracked = _git(folder, "ls-files", "--error-unmatch", "__init__.py") is not None
     edits = _git(folder, "status", "--porcelain", ".") if tracked else None
     commit, dirty = (_git(folder, "rev-parse", "HEAD"), bool(edits)) if tracked else (None, None)
@@ -389,13 +408,11 @@ def environment_fingerprint(
 ) -> str:                   # sha256, 64 hexadecimal digits
     "Hash what decides results: versions, instruction set, threads, GPUs and code, not the host or its load."
     decisive = dict(
-        python=report["python"],
-        packages=report["packages"],
+        python=report["python"], packages=report["packages"],
         machine=report["platform"]["machine"],
         cpu=[report["cpu"]["capability"], report["cpu"]["flags"], report["cpu"]["num_threads"]],
         gpus=[(gpu["name"], gpu["capability"]) for gpu in report["gpus"]],
-        cuda=report["cuda"],
-        code=report["code"]["sha256"],
+        cuda=report["cuda"], code=report["code"]["sha256"],
     )
     return hash_json(decisive)
 

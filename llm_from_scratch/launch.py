@@ -65,7 +65,7 @@ class StopRequest:
         for name, handler in self.previous.items(): signal.signal(name, handler)
 
 # %% ../nbs/07d_launch.ipynb #a3790a50
-FREE_ON_RESUME = ("eval", "log", "checkpoint", "engine.timeout_seconds", "engine.preflight", "engine.allow_different_environments", "train.num_threads", "train.micro_batch", "train.steps", "train.checkpoint_activations",
+FREE_ON_RESUME = ("eval", "log", "checkpoint", "engine.timeout_seconds", "engine.preflight", "engine.allow_different_environments", "train.num_threads", "train.micro_batch", "train.steps", "train.parity_every_steps", "train.checkpoint_activations",
                   "data.prefetch_batches", "data.num_workers", "data.cache_bytes")
 STRUCTURE = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "positions", "rope_layout",
              "tie_embeddings", "num_experts", "experts_per_token") # of a model: what its weights are without meaning otherwise
@@ -364,7 +364,8 @@ def remember_stop(
     reason: str,   # in words
 ) -> None:         # leaves stopped.json; where the disk refuses, a line on stderr: the reason matters more
     "Tell a launcher's next attempt that this one ended on purpose."
-    try: write_json(run_dir / "stopped.json", {"exit_code": code, "reason": reason, "launcher": os.getppid()})
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+    try: write_json(run_dir / "stopped.json", {"exit_code": code, "reason": reason, "launcher": os.getppid(), "restarts": restarts})
     except OSError as error: print(f"a launcher's next attempt will not know that this one is over: {error}", file=sys.stderr)
 
 # %% ../nbs/07d_launch.ipynb #3c0ee05d
@@ -376,7 +377,7 @@ def repeated_stop(
     if not count.isdecimal(): raise UserError(f"TORCHELASTIC_RESTART_COUNT={count!r}: torchrun sets a whole number; unset it")
     if run_dir is None or int(count) == 0 or not (run_dir / "stopped.json").exists(): return None
     stopped = read_json(run_dir / "stopped.json")
-    ours = isinstance(stopped, dict) and stopped.get("launcher") == os.getppid()
+    ours = isinstance(stopped, dict) and stopped.get("launcher") == os.getppid() and stopped.get("restarts", 0) < int(count) # else it made room for another rank
     return stopped.get("exit_code", USER_ERROR) if ours else None
 
 

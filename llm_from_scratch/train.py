@@ -184,7 +184,8 @@ def check_ranks(
     training: Training, # all ranks call this together
 ) -> None:              # silent where they agree
     "ParityError where ranks that should be equal are not."
-    if training.ranks.world_size > 1: check_parity(training.model, **{name: getattr(training, name) for name in PROGRESS})
+    place = {f"loader.{name}": value for name, value in training.loader.state_dict().items()}
+    if training.ranks.world_size > 1: check_parity(training.model, **{name: getattr(training, name) for name in PROGRESS}, **place)
 
 def open_saver(
     training: Training, # all ranks call this together
@@ -314,6 +315,7 @@ def fit(
         for batch in endless(training.loader):
             if training.step >= config.train.steps: return DONE
             result, rate = train_on(training, batch, stop.reason is not None)
+            if (every := config.train.parity_every_steps) and training.step % every == 0: check_ranks(training)
             throughput.add(result.num_tokens)
             routing = router_report(training.model) # of this rank's last micro-batch; a validation routes anew
             in_a_row = in_a_row + 1 if result.skipped else 0
@@ -429,7 +431,7 @@ def watch_and_fit(
 ) -> int:             # exit code
     "The loop, with metrics, log and progress bar on rank 0."
     ranks, config, log = training.ranks, training.config, open_log(run_dir / "log.jsonl", training.ranks)
-    log.info("start", extra={"step": training.step})
+    log.info("start", extra={"step": training.step, "ranks": ranks.world_size})
     metrics = MetricsWriter(run_dir, ranks=ranks, resume_step=training.step, tensorboard=config.log.tensorboard)
     with StopRequest() as stop, metrics, progress_bar(config.train.steps, ranks, console=console, start=training.step) as bar:
         def observe(step, throughput, **values):
