@@ -450,7 +450,11 @@ class _Archive:
         if unit.fault and (held or not self._is_padding(start)):
             fate = "truncated" if unit.fault == "cut" else "damaged"
             held = (held or _Found("", "", start))._replace(fate=fate, reason=f"{self.codec.name} unit is {unit.fault}")
-        if held: yield held._replace(is_sealed=self.codec.name in ("gzip", "zstd"))
+        if held: yield held._replace(is_sealed=self.is_sealed(start))
+
+    def is_sealed(self, start: int) -> bool: # by a checksum of the unit, which zstd has only where its writer asked for it
+        head = self.source.read_at(start, 5)
+        return self.codec.name == "gzip" or self.codec.name == "zstd" and not _is_skippable(head) and bool(head[4] & 4)
 
     def _is_padding(self, start: int) -> bool:
         return not self.source.read_at(start, READ_BYTES).strip(b"\0\r\n ")
@@ -526,6 +530,7 @@ def _finish(reader: Any, kind: str, url: str | None, message: _Message | None, o
 
 # %% ../nbs/00e_warc.ipynb #633da7c2
 def _read_fast(reader: Any, archive: _Archive, start: int) -> Generator[WarcRecord, None, _Rest]:
+    is_sealed = archive.is_sealed(start) # writers make all units alike
     archive.source.stream.seek(start)
     unpacked = archive.codec.fast_reader(archive.source.stream) if archive.codec.reader else archive.source.stream
     position = unpacked.frame_start_position if archive.codec.reader else None
@@ -540,7 +545,7 @@ def _read_fast(reader: Any, archive: _Archive, start: int) -> Generator[WarcReco
             if record.record_type in odd or "\n" in "".join(headers.values()): break
             message = digest = None
             if reader._wants(kind) and record.content_length <= archive.max_bytes:
-                if reader.check_digests and (shares_unit or not position): digest = headers.get("WARC-Block-Digest")
+                if reader.check_digests and (shares_unit or not is_sealed): digest = headers.get("WARC-Block-Digest")
                 if not (message := _take_message(record, kind, digest)): break
             held = kind, headers.get("WARC-Target-URI"), message, at + rest.index
     except (OSError, ValueError, OverflowError): pass
@@ -580,7 +585,7 @@ class WarcReader:
         stream: BinaryIO | None = None, # read this seekable stream instead; `path` names it
         kinds: Container[str] | None = None, # hand on these only, e.g. {"response"}; none: all
         max_body_bytes: int = 64 << 20, # a longer record is counted and left out
-        check_digests: bool = True, # of records that no checksum covers: plain text, lz4, many records in one gzip member
+        check_digests: bool = True, # of records that no checksum covers: plain text, lz4, zstd without one, many records in one gzip member
     ):
         self.path, self.stream, self.kinds, self.max_body_bytes, self.check_digests = path, stream, kinds, max_body_bytes, check_digests
         self.counts: Counter[str] = Counter()
