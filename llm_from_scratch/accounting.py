@@ -33,14 +33,15 @@ def saved_bytes(
 def block_bytes_per_token(
     cfg: ModelConfig,    # shape
     dtype: torch.dtype,  # fp32, or bf16 under autocast
+    weights: torch.dtype = torch.float32, # what the model's weights are held in
 ) -> int:                # bytes a token that a block keeps for its backward pass
     "Activations of one block, without masks: the attention is one that stores no table."
-    low, hidden = dtype.itemsize, cfg.hidden_size
+    low, hidden, is_cast = min(dtype.itemsize, weights.itemsize), cfg.hidden_size, dtype.itemsize < weights.itemsize
     chosen = cfg.experts_per_token if cfg.num_experts else 1
     norms = 2 * (2 * hidden + 1) * 4 + 4 * cfg.num_heads
-    inputs = 2 * hidden * 4 if low == 4 else 3 * hidden * low + 2 * chosen * hidden * low
+    inputs = ((3 + 2 * chosen) if is_cast else (1 + chosen)) * hidden * low
     heads = 2 * (cfg.num_heads + cfg.num_kv_heads) * cfg.head_size * low
-    experts = chosen * hidden * (low + 4) if cfg.num_experts else 0 # rows sorted by expert, and what comes out of each
+    experts = hidden * (4 + chosen * (low + 4)) + 16 * cfg.num_experts + 32 * chosen + 8 if cfg.num_experts else 0 # the router's input, what comes out of each, and the routes
     return norms + inputs + heads + 4 * chosen * cfg.mlp_size * low + experts
 
 # %% ../nbs/03ab_accounting.ipynb #ebfeb6ef
@@ -50,12 +51,13 @@ def activation_bytes(
     seq_len: int,           # tokens a row
     dtype: torch.dtype,     # fp32, or bf16 under autocast
     num_recomputed: int = 0,# blocks that keep their input only
+    weights: torch.dtype = torch.float32, # what the model's weights are held in
 ) -> int:                   # bytes at the end of the forward pass
     "What a micro-batch keeps for its backward pass, head and loss included."
-    block, tokens = block_bytes_per_token(cfg, dtype), rows * seq_len
-    end = (2 * cfg.hidden_size + 1) * 4 + cfg.hidden_size * dtype.itemsize + 4 * cfg.padded_vocab_size
-    copies = 0 if dtype == torch.float32 else sum(math.prod(shape) for shape in expected_shapes(cfg).values() if len(shape) == 2) * dtype.itemsize
-    return tokens * ((cfg.num_layers - num_recomputed) * block + num_recomputed * 4 * cfg.hidden_size + end) + copies
+    block, tokens, low = block_bytes_per_token(cfg, dtype, weights), rows * seq_len, min(dtype.itemsize, weights.itemsize)
+    end = (2 * cfg.hidden_size + 1) * 4 + cfg.hidden_size * low + 4 * cfg.padded_vocab_size
+    copies = sum(math.prod(shape) for shape in expected_shapes(cfg).values() if len(shape) == 2) * low if low < weights.itemsize else 0
+    return tokens * ((cfg.num_layers - num_recomputed) * block + num_recomputed * weights.itemsize * cfg.hidden_size + end) + copies
 
 # %% ../nbs/03ab_accounting.ipynb #376d763e
 def spread_evenly(
@@ -72,13 +74,14 @@ def blocks_to_recompute(
     rows: int,           # of a micro-batch
     seq_len: int,        # tokens a row
     dtype: torch.dtype,  # fp32, or bf16 under autocast
+    weights: torch.dtype = torch.float32, # what the model's weights are held in
 ) -> frozenset[int]:     # numbers of blocks; all where not even that meets the budget
     "The blocks that `train.checkpoint_activations` asks for."
     layers = range(cfg.num_layers)
     if choice in ("none", "all"): return frozenset(layers if choice == "all" else ())
     if choice.startswith("every-"): return frozenset(layers[::int(choice.removeprefix("every-"))])
-    budget, again = float(choice.removesuffix("GB")) * 1e9, rows * seq_len * block_bytes_per_token(cfg, dtype)
-    fits = lambda number: activation_bytes(cfg, rows, seq_len, dtype, number) + again * (number > 0) <= budget
+    budget, again = float(choice.removesuffix("GB")) * 1e9, rows * seq_len * block_bytes_per_token(cfg, dtype, weights)
+    fits = lambda number: activation_bytes(cfg, rows, seq_len, dtype, number, weights) + again * (number > 0) <= budget
     return spread_evenly(next((number for number in layers if fits(number)), cfg.num_layers), cfg.num_layers)
 
 # %% ../nbs/03ab_accounting.ipynb #a53d4a7d
@@ -99,12 +102,14 @@ def memory_by_component(
     "Weights, gradients, optimizer, activations, their total; temporary memory of kernels comes on top."
     model, train = config.model, config.train
     shapes = stored_shapes(model)
-    sizes = {name: 4 * math.prod(shape) for name, shape in shapes.items()}
+    held = torch.bfloat16 if train.weights == "bf16" else torch.float32
+    sizes = {name: 4 * math.prod(shape) for name, shape in shapes.items()} # in fp32
     hidden = sum(size for name, size in sizes.items() if config.optim.kind == "muon" and name.startswith("blocks.") and ".router." not in name and len(shapes[name]) == 2)
-    weights = sum(sizes.values())
+    whole = sum(sizes.values())
+    weights, copies = whole * held.itemsize // 4, whole if held == torch.bfloat16 else 0
     rows = min(train.micro_batch, train.global_batch // world_size)
-    again = len(blocks_to_recompute(train.checkpoint_activations, model, rows, train.seq_len, dtype))
+    again = len(blocks_to_recompute(train.checkpoint_activations, model, rows, train.seq_len, dtype, held))
     spread = lambda size, stage: -(-size // world_size) if zero_stage >= stage else size
-    found = {"weights": spread(weights, 3), "gradients": spread(weights, 2), "optimizer": spread(2 * weights - hidden, 1),
-             "activations": activation_bytes(model, rows, train.seq_len, dtype, again)}
+    found = {"weights": spread(weights, 3), "gradients": spread(weights, 2), "optimizer": spread(copies + 2 * whole - hidden, 1),
+             "activations": activation_bytes(model, rows, train.seq_len, dtype, again, held)}
     return found | {"total": sum(found.values())}

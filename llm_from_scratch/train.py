@@ -154,7 +154,8 @@ def build_training(
     shape = replace(config, tokenizer={"vocab_size": data.tokenizer.vocab_size}, model={"vocab_size": data.tokenizer.vocab_size}).model
     attend, reason = choose_attention(shape, device, dtype, document_mask=config.data.document_mask)
     model = build_model(shape, attend=attend).to(device)
-    model.recomputed = blocks_to_recompute(train.checkpoint_activations, shape, min(train.micro_batch, train.global_batch // ranks.world_size), train.seq_len, dtype)
+    model.recomputed = blocks_to_recompute(train.checkpoint_activations, shape, min(train.micro_batch, train.global_batch // ranks.world_size), train.seq_len, dtype,
+                                            torch.bfloat16 if train.weights == "bf16" else torch.float32)
     check_shapes(model)
     if train.init_from and is_new: load_initial_weights(train.init_from, model)
     if train.weights == "bf16": model.bfloat16()
@@ -267,7 +268,8 @@ def is_over(
 ) -> bool:              # more steps would change nothing
     "Whether gradients stay broken at the smallest loss scale, or a weight is."
     is_trying = training.engine.scaler is not None and training.engine.scaler.scale > 1
-    return in_a_row >= MAX_SKIPPED_STEPS and not is_trying or in_a_row > 0 and not all(bool(weight.isfinite().all()) for weight in training.model.parameters())
+    ends_so = training.step >= training.config.train.steps and 2 * in_a_row > training.step # a short run has not so many
+    return (in_a_row >= MAX_SKIPPED_STEPS or ends_so) and not is_trying or in_a_row > 0 and not all(bool(weight.isfinite().all()) for weight in training.model.parameters())
 
 def go_back(
     training: Training,     # all ranks call this together

@@ -509,10 +509,23 @@ def test_recomputed_blocks_keep_less_and_a_budget_is_met():
     assert saved_bytes(lambda: cross_entropy(model(ids), ids)[0], parameters) <= budget
 
 
+def test_a_budget_is_met_under_weights_in_bf16_with_fewer_blocks():
+    cfg = config(num_layers=6, vocab_size=128)
+    model, ids = build_model(cfg).bfloat16(), random_ids(4, 64, vocab_size=128)
+    keep = lambda: saved_bytes(lambda: cross_entropy(model(ids), ids)[0], list(model.parameters()))
+    whole = keep()
+    assert blocks_to_recompute(f"{1.02 * whole / 1e9:.6f}GB", cfg, 4, 64, torch.float32, torch.bfloat16) == frozenset()
+    assert blocks_to_recompute(f"{1.02 * whole / 1e9:.6f}GB", cfg, 4, 64, torch.float32)
+    model.recomputed = blocks_to_recompute(f"{0.7 * whole / 1e9:.6f}GB", cfg, 4, 64, torch.float32, torch.bfloat16)
+    assert 0 < len(model.recomputed) < 6 and keep() <= 0.7 * whole
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_memory_is_what_torch_allocates(kind):
-    whole = replace(build_config(load_preset("moe-tiny")), model={"vocab_size": 4096}, optim={"kind": kind}, train={"micro_batch": 1, "global_batch": 1, "seq_len": 32})
-    model = build_model(whole.model)
+def test_memory_is_what_torch_allocates(kind, weights):
+    options = {"micro_batch": 1, "global_batch": 1, "seq_len": 32, "weights": weights}
+    whole = replace(build_config(load_preset("moe-tiny")), model={"vocab_size": 4096}, optim={"kind": kind}, train=options)
+    model = build_model(whole.model).to(torch.bfloat16 if weights == "bf16" else torch.float32)
     optimizer, ids = build_optimizer(model, whole.optim), random_ids(1, 32)
     found = memory_by_component(whole, dtype=torch.float32)
     kept = saved_bytes(lambda: cross_entropy(model(ids), ids)[0], model.parameters())
@@ -521,7 +534,7 @@ def test_memory_is_what_torch_allocates(kind):
     moments = sum(value.nbytes for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor) and value.ndim)
     assert found["weights"] == found["gradients"] == sum(weight.grad.nbytes for weight in model.parameters())
     assert found["optimizer"] == moments
-    assert found["activations"] / kept == pytest.approx(1, abs=0.1)
+    assert found["activations"] / kept == pytest.approx(1, abs=0.03)
     assert found["total"] == sum(size for name, size in found.items() if name != "total")
 
 

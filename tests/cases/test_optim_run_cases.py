@@ -105,6 +105,13 @@ def test_fp16_looks_for_its_scale_longer_than_a_broken_run_may_last(corpus, tmp_
     assert code == DIVERGED and len(rows) == 14
 
 
+@pytest.mark.parametrize("guard", [True, False])
+def test_a_short_run_whose_steps_are_skipped_to_its_end_has_diverged(corpus, tmp_path, guard):
+    options = dict(optim=dict(lr=1e30, warmup_steps=0), train=dict(steps=6), guard=dict(enabled=guard, window=4))
+    code, rows, training = run(configure(corpus, **options), tmp_path)
+    assert (code, training.skipped, len(rows)) == (DIVERGED, 5, 6)
+
+
 GUARDED = dict(guard=dict(enabled=True, window=4, norm_multiple=20.0, loss_rise=50.0), optim=dict(kind="adamw", schedule="constant", warmup_steps=0))
 
 
