@@ -64,6 +64,7 @@ from .remote_runs import sync_run_folder, work_locally
 from .state_trees import capture_rng, restore_rng
 from .token_shards import TokenShards, cached_shards, encoded_tokenizer, find_encoded, left_out, open_encoded
 from .tokenizer import Tokenizer, cached_tokenizer
+from .watchdog import note_step, watch_run
 
 # %% ../nbs/09_train.ipynb #a418ff6e
 @dataclass(frozen=True)
@@ -299,6 +300,7 @@ def train_on(
     "Set the rate, take one step, count it."
     train, rate = training.config.train, set_lr(training.engine.optimizer, training.position, training.schedule)
     rows = max(1, train.micro_batch * train.seq_len // batch.inputs.shape[1])
+    note_step(training.step + 1)
     result = training.engine.train_step(split_batch(batch, rows), stop=stop)
     training.step, training.tokens, training.skipped = training.step + 1, training.tokens + result.num_tokens, training.skipped + result.skipped
     follow_mix(training)
@@ -557,7 +559,8 @@ def hold_and_run(
         if ranks.is_main: (run_dir / "stopped.json").unlink(missing_ok=True)
         try:
             preflight_run(config, ranks, run_dir)
-            code = run(config, run_dir, ranks, resume_from=options.resume, old=old, allow=tuple(options.allow_change), url=options.url)
+            with watch_run(ranks, config.engine.timeout_seconds, run_dir):
+                code = run(config, run_dir, ranks, resume_from=options.resume, old=old, allow=tuple(options.allow_change), url=options.url)
         except (UserError, RuntimeError, KeyboardInterrupt) as error: # the latter two may only mean that another rank is gone
             mistake = str(error) if isinstance(error, UserError) else mistake_elsewhere()
             if mistake and ranks.is_main: remember_stop(run_dir, USER_ERROR, mistake)

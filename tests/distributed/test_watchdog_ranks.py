@@ -1,0 +1,117 @@
+"Ranks that stand still: told by name, ended with code 5, and never while they move. Real processes, all at once, under a time limit."
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import free_port, server_with_torch
+
+from llm_from_scratch.env import close_process_group, open_process_group, read_ranks
+from llm_from_scratch.watchdog import STALLED, Watchdog, note_step
+
+forks = multiprocessing.get_context("forkserver")
+DONE = 0
+
+
+def skip_a_barrier(ranks):
+    for step in range(1, 5):
+        note_step(step)
+        if ranks.rank == 1 and step == 3:
+            time.sleep(600)
+        dist.barrier()
+
+
+def do_different_things(ranks):
+    values = torch.ones(4)
+    dist.all_reduce(values) if ranks.rank == 0 else dist.broadcast(values, src=1)
+    dist.all_reduce(values)
+
+
+def freeze(ranks):
+    if ranks.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()
+
+
+def work_on(ranks):
+    for _ in range(8):
+        time.sleep(0.1 * ranks.rank)
+        dist.barrier()
+
+
+SCENES = {skip_a_barrier: 1.0, do_different_things: 1.0, freeze: 1.0, work_on: 60.0}  # and the limit of each, in seconds
+
+
+def enter(scene, folder, environ):
+    os.environ.update(environ)
+    os.dup2(os.open(Path(folder, f"stderr_{environ['RANK']}"), os.O_CREAT | os.O_WRONLY), 2)
+    torch.set_num_threads(1)
+    ranks = read_ranks()
+    open_process_group(ranks, torch.device("cpu"), timeout_seconds=120)
+    dist.barrier()
+    with Watchdog(ranks, SCENES[scene], folder=Path(folder), grace_seconds=3 if scene is freeze else 60):
+        scene(ranks)
+    close_process_group()
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory):
+    "Exit codes, standard errors and files of every scene."
+    started, deadline = {}, time.monotonic() + 150
+    with server_with_torch():
+        try:
+            for scene in SCENES:
+                folder = tmp_path_factory.mktemp(scene.__name__)
+                shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+                pair = [forks.Process(target=enter, args=(scene, str(folder), {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}), daemon=True) for rank in range(2)]
+                started[scene.__name__] = pair, folder
+                for process in pair:
+                    process.start()
+            for name, (pair, _) in started.items():
+                for process in pair[: 1 if name == "freeze" else 2]:
+                    process.join(max(0, deadline - time.monotonic()))
+            codes = {name: [process.exitcode for process in pair] for name, (pair, _) in started.items()}
+        finally:
+            for pair, _ in started.values():
+                for process in pair:
+                    process.kill(), process.join()
+        said = {name: [Path(folder, f"stderr_{rank}").read_text() for rank in range(2)] for name, (_, folder) in started.items()}
+        files = {name: {path.name: path.read_text() for path in folder.glob("stalled_*")} for name, (_, folder) in started.items()}
+        yield codes, said, files
+
+
+def verdict(said):
+    lines = [line for text in said for line in text.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, said
+    return lines[0]
+
+
+def test_dist_7_a_rank_that_skips_a_barrier_is_named_and_all_end(ends):
+    codes, said, files = (found["skip_a_barrier"] for found in ends)
+    assert codes == [STALLED, STALLED]
+    line = verdict(said)
+    assert "rank 0 in barrier (step 3, " in line and "rank 1 has not come: step 3, " in line and "skip_a_barrier" in line
+    assert "WAITING" in files["stalled_rank_0.txt"] and "time.sleep(600)" in files["stalled_rank_1.txt"]
+    assert "Traceback" not in "".join(said)
+
+
+def test_ranks_that_do_different_things_are_told_apart(ends):
+    codes, said, _ = (found["do_different_things"] for found in ends)
+    assert codes == [STALLED, STALLED]
+    assert "all_reduce of [[4]]" in verdict(said) and "broadcast of [[4]]" in verdict(said)
+
+
+def test_a_frozen_rank_gives_no_answer_and_the_other_one_ends(ends):
+    codes, said, files = (found["freeze"] for found in ends)
+    assert codes[0] == STALLED and list(files) == ["stalled_rank_0.txt"]
+    assert "no answer from rank 1" in verdict(said)
+
+
+def test_slow_ranks_that_move_are_left_alone(ends):
+    codes, said, files = (found["work_on"] for found in ends)
+    assert codes == [DONE, DONE] and not files and "stands here" not in "".join(said)
