@@ -1,4 +1,6 @@
-"Experts beside DDP over gloo: starved ones do not hang, weights are equal, and equal to those of the dense way."
+"What travels between ranks over gloo: experts beside DDP, one sync a step, and its time and bytes."
+import sys
+
 import pytest
 import torch
 from ranks import run_ranks, server_with_torch
@@ -6,6 +8,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from llm_from_scratch import moe
+from llm_from_scratch.comm_timing import rank_account, socket_bytes_sent, time_comm
 from llm_from_scratch.config import EngineConfig, ModelConfig, OptimConfig
 from llm_from_scratch.dataloader import Batch
 from llm_from_scratch.distributed import gather_objects, next_token_loss, parameter_hashes, prepare
@@ -95,7 +98,25 @@ def learn(ranks):
     return [engine.train_step(parts_of(step, ranks)).loss for step in range(5)], len(set(gather_objects(str(parameter_hashes(engine.model)), everywhere=True)))
 
 
-def everything(ranks): return starve_each_way(ranks), odd_cases(ranks), learn(ranks)
+def time_steps(ranks):
+    "Losses and weights without and with the timer, its calls, its window, and what the sockets say."
+    found = {}
+    for name in ("plain", "timed"):
+        engine = make_engine(ranks, make_model(ranks.rank))
+        timer = time_comm(engine, "never" if name == "plain" else "auto")
+        engine.train_step(parts_of(0, ranks))
+        if timer: timer.window()
+        before = socket_bytes_sent() if sys.platform == "linux" else 0
+        found[name] = starve(engine, ranks)
+    found["sent"] = gather_objects(socket_bytes_sent() - before if sys.platform == "linux" else None, everywhere=True)
+    found["window"] = window = timer.window()
+    found["calls"] = {name: tally.num_calls for name, tally in timer.tallies.items()}
+    found["gradients"] = timer.tallies["gradients all_reduce"].message_bytes
+    found["dense"] = sum(p.nbytes for name, p in engine.model.named_parameters() if name not in engine.experts.names)
+    return {**found, "window": window["comm_bytes"], "share": 0 < window["comm_share"] < 1 and window["comm_seconds"] > 0}
+
+
+def everything(ranks): return starve_each_way(ranks), odd_cases(ranks), learn(ranks), time_steps(ranks)
 
 
 @pytest.fixture(scope="module")
@@ -107,19 +128,19 @@ def of_two_ranks():
 
 
 def test_dist_6_starved_experts_finish_and_equal_the_dense_way(of_two_ranks):
-    found, _, _ = of_two_ranks
+    found, *_ = of_two_ranks
     assert found["sparse"] == found["dense"]
     assert found["dead grad"] == 0.0 and found["dead traffic"].num_used <= 4
     assert found["dead traffic"].num_bytes < 0.32 * found["dead traffic"].dense_bytes
 
 
 def test_dist_5_one_sync_and_one_reduction_a_step(of_two_ranks):
-    found, _, _ = of_two_ranks
+    found, *_ = of_two_ranks
     assert found["syncs"] == len(found["used"]) == 3
 
 
 def test_dist_6_frozen_broken_and_forgotten_parameters(of_two_ranks):
-    _, found, _ = of_two_ranks
+    _, found, *_ = of_two_ranks
     assert found["frozen experts"] == NUM_EXPERTS and found["broken"] == (True, True, True)
     assert "'unused.weight' got no gradient" in found["unused {}"]
     assert found["unused {'find_unused_parameters': True}"] == [False] * 3
@@ -129,3 +150,11 @@ def test_dist_6_frozen_broken_and_forgotten_parameters(of_two_ranks):
 def test_trn_4_experts_on_ranks_train_as_one_process_does(of_two_ranks):
     (losses, num_different), (alone, _) = of_two_ranks[2], learn(Ranks())
     assert losses == pytest.approx(alone, rel=1e-5) and num_different == 1
+
+
+def test_timing_changes_nothing_and_counts_what_the_sockets_count(of_two_ranks):
+    found = of_two_ranks[3]
+    assert found["timed"] == found["plain"] and found["share"]
+    assert found["calls"] == {"all_reduce": 12, "gradients all_reduce": 4, "experts all_reduce": 8}  # three small sums a step; a vote and a piece
+    assert found["gradients"] == 4 * found["dense"] == 4 * rank_account("ddp", found["dense"] // 4, 2).sent
+    if sys.platform == "linux": assert sum(found["sent"]) / 2 == pytest.approx(found["window"], rel=0.1)
