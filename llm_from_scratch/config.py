@@ -273,11 +273,15 @@ class EngineConfig(Section):
     timeout_seconds: float = Field(600.0, gt=0, description="longest wait for another rank")
     preflight: bool = Field(True, description="compare and try several ranks before the first step")
     allow_different_environments: bool = Field(False, description="go on where versions or settings differ between ranks")
+    sparse_experts: bool = Field(True, description="ddp: send gradients of those experts only that some rank used in the step")
+    static_graph: bool = Field(False, description="ddp: each step runs the same operations, so the first one is learned")
+    find_unused_parameters: bool = Field(False, description="ddp: search each step for parameters without a gradient, and allow them")
 
 class LogConfig(Section):
     "What the run tells of itself."
     every_steps: Positive = Field(1, description="steps between lines of metrics.jsonl")
     tensorboard: bool = Field(True, description="write TensorBoard events")
+    comm_timing: Literal["auto", "always", "never"] = Field("auto", description="time and count what travels between ranks; auto: over gloo only")
 
 class GuardConfig(Section):
     "What sends a run back to its last checkpoint."

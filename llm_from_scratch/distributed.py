@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 # %% ../nbs/05_distributed.ipynb #59accc20
 from .clipping import Clipper, broken_gradients
-from .config import OptimConfig, TrainConfig
+from .config import EngineConfig, OptimConfig, TrainConfig
 from .dataloader import IGNORED, Batch
 from .env import Ranks, UserError, hash_json
 from .model import cross_entropy
@@ -144,13 +144,15 @@ def sync_context(
 def check_wiring(
     model: nn.Module,  # unwrapped, after backward over all micro-batches
     optimizer,         # that should move all of it
+    *,
+    may_be_unused: bool = False, # a parameter without a gradient is meant
 ) -> None:
     "UserError naming a trainable parameter that the optimizer or the backward pass does not know."
     moved = parameter_names(model, optimizer)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad: continue
         if name not in moved: raise UserError(f"parameter {name!r} is not in the optimizer: create it in __init__, before the optimizer")
-        if parameter.grad is None: raise UserError(f"parameter {name!r} got no gradient in the first step: use it in forward or set requires_grad = False")
+        if parameter.grad is None and not may_be_unused: raise UserError(f"parameter {name!r} got no gradient in the first step: use it in forward or set requires_grad = False")
 
 # %% ../nbs/05_distributed.ipynb #026a55d8
 @dataclass(frozen=True)
@@ -178,10 +180,11 @@ class Engine:
         clipper: Clipper,       # of this model
         loss: Callable,         # (model, batch) -> summed loss
         scaler: LossScaler | None = None, # fp16's
+        experts=None,           # averages gradients that DDP leaves out, by its `reduce`
     ):
         self.model, self.wrapped, self.optimizer = model, wrapped, optimizer
         self.device, self.dtype, self.clipper, self.loss, self.scaler = device, dtype, clipper, loss, scaler
-        self.skipped, self.is_wired = Counter(), False
+        self.experts, self.skipped, self.is_wired = experts, Counter(), False
 
     def backward(
         self,
@@ -191,18 +194,17 @@ class Engine:
         is_last: bool,   # gradients travel with this one
     ) -> torch.Tensor:   # () summed loss in nats, unscaled
         "Add a micro-batch's share to the gradients."
-        batch = batch.to(self.device)
         with sync_context(self.wrapped, is_last):
             with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-                loss = self.loss(self.wrapped, batch)
+                loss = self.loss(self.wrapped, batch := batch.to(self.device))
             ((loss + own_losses(self.model, batch)) * (scale * self.scaler.scale if self.scaler else scale)).backward()
         return loss.detach()
 
     def step(self) -> float: # the norm before clipping; where it is finite on all ranks, the weights have moved
-        "Unscale, measure, agree, clip, move."
+        "Average what DDP left out, unscale, measure, agree, clip, move."
+        if self.experts: self.experts.reduce()
         if self.scaler: unscale_gradients(self.model, self.scaler.scale)
-        norm = self.clipper.measure().item()
-        is_broken = all_sum(int(not math.isfinite(norm))) > 0
+        is_broken = all_sum(int(not math.isfinite(norm := self.clipper.measure().item()))) > 0
         if self.scaler: self.scaler.update(is_broken)
         if is_broken: return math.nan if math.isfinite(norm) else norm
         self.clipper.clip()
@@ -227,6 +229,8 @@ def prepare(
     loss: Callable = next_token_loss, # (model, batch) -> loss summed over counted targets
     clipper: Clipper | None = None,   # another way to clip than by the global norm
     scaler: LossScaler | None = None, # fp16: another one than the default
+    options: EngineConfig = EngineConfig(), # how DDP looks at the graph
+    experts=None,                     # averages the gradients of its `names` itself, which stay out of DDP
 ) -> Engine:
     "An engine for this model; UserError for a dtype that it can't train in."
     if dtype not in (torch.float32, torch.bfloat16, torch.float16): raise UserError(f"can't train in {dtype}; use bf16, fp16 or fp32")
@@ -234,10 +238,12 @@ def prepare(
     wrapped = model
     if ranks.world_size > 1:
         devices = [device.index] if device.type == "cuda" else None
-        wrapped = DistributedDataParallel(model, device_ids=devices, forward_sync_buffers=False, gradient_as_bucket_view=True)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, experts.names if experts else [])
+        wrapped = DistributedDataParallel(model, device_ids=devices, forward_sync_buffers=False, gradient_as_bucket_view=True,
+                                          static_graph=options.static_graph, find_unused_parameters=options.find_unused_parameters)
     clipper = clipper or Clipper(model, OptimConfig(max_grad_norm=max_grad_norm))
     scaler = (scaler or LossScaler(TrainConfig())) if dtype == torch.float16 else None
-    return Engine(model, wrapped, optimizer, device=device, dtype=dtype, clipper=clipper, loss=loss, scaler=scaler)
+    return Engine(model, wrapped, optimizer, device=device, dtype=dtype, clipper=clipper, loss=loss, scaler=scaler, experts=experts)
 
 # %% ../nbs/05_distributed.ipynb #d2e2dce5
 def name_broken(
@@ -261,10 +267,11 @@ def take_step(
         reason = "a rank has no batch left" if agreed.num_dry else "no rank has a target"
         engine.skipped[reason] += 1
         return StepResult(unknown, 0, unknown, True, agreed.stop or agreed.num_dry > 0, reason)
+    if len(batches) > 1 and getattr(engine.wrapped, "static_graph", False): raise UserError("engine.static_graph takes one micro-batch a step: raise train.micro_batch or turn it off")
     engine.optimizer.zero_grad()
     scale = (dist.get_world_size() if dist.is_initialized() else 1) / agreed.num_tokens
     losses = [engine.backward(batch, scale, is_last=part == len(batches)) for part, batch in enumerate(batches, 1)]
-    if not engine.is_wired: check_wiring(engine.model, engine.optimizer)
+    if not engine.is_wired: check_wiring(engine.model, engine.optimizer, may_be_unused=getattr(engine.wrapped, "find_unused_parameters", False))
     engine.is_wired = True
     norm = engine.step()
     reason = "" if math.isfinite(norm) else f"gradient norm is {norm}: {name_broken(engine.model)}"

@@ -32,6 +32,7 @@ from .artifacts import Lock, default_cache_dir, write_json
 from .attention_choice import choose_attention
 from .background_saves import BackgroundSaver, SaveSchedule, read_best
 from .checkpointing import checkpoint_step, list_checkpoints, load_checkpoint, verify_checkpoint
+from .comm_timing import comm_figures, comm_table, time_comm
 from .config import Config, replace
 from .dataloader import Batch, TokenLoader, endless, loader_options
 from llm_from_scratch.distributed import (
@@ -44,6 +45,7 @@ from llm_from_scratch.env import (
     read_ranks, run_command, seed_everything, set_debug, set_deterministic, why_not_compile,
 )
 from .eval import bits_per_byte, evaluate_loader, syntax_rate
+from .expert_gradients import sparse_experts
 from .generate import complete
 from .guard import SpikeGuard
 from llm_from_scratch.launch import (
@@ -162,7 +164,7 @@ def build_training(
     if train.weights == "bf16": model.bfloat16()
     loss = partial(next_token_loss, document_mask=config.data.document_mask)
     engine = prepare(model, build_optimizer(model, config.optim), ranks=ranks, device=device, dtype=dtype, compile=wants_compile(train.compile, device),
-                     loss=loss, clipper=Clipper(model, config.optim), scaler=LossScaler(train))
+                     loss=loss, clipper=Clipper(model, config.optim), scaler=LossScaler(train), options=config.engine, experts=sparse_experts(model, config.engine, ranks))
     rows = dict(batch_size=train.global_batch // ranks.world_size, seq_len=train.seq_len, rank=ranks.rank, world_size=ranks.world_size,
                 document_mask=config.data.document_mask)
     longest, window = max(config.data.lengths, default=0), config.model.max_seq_len
@@ -436,18 +438,19 @@ def watch_and_fit(
     "The loop, with metrics, log and progress bar on rank 0."
     ranks, config, log = training.ranks, training.config, open_log(run_dir / "log.jsonl", training.ranks)
     log.info("start", extra={"step": training.step, "ranks": ranks.world_size})
-    metrics = MetricsWriter(run_dir, ranks=ranks, resume_step=training.step, tensorboard=config.log.tensorboard)
+    metrics, timer = MetricsWriter(run_dir, ranks=ranks, resume_step=training.step, tensorboard=config.log.tensorboard), time_comm(training.engine, config.log.comm_timing)
     with StopRequest() as stop, metrics, progress_bar(config.train.steps, ranks, console=console, start=training.step) as bar:
         def observe(step, throughput, **values):
             if step % config.log.every_steps == 0 or "val_loss" in values:
                 window, num_steps = throughput.window(), step - metrics.last_step
-                values |= {"tokens_per_second": window.tokens_per_second, "step_seconds": window.seconds / num_steps}
+                values |= {"tokens_per_second": window.tokens_per_second, "step_seconds": window.seconds / num_steps, **(timer.window() if timer else {})}
                 metrics.log(step, **values)
             if "val_loss" in values: log.info("validation", extra={"step": step, **training.last_val})
             bar.update(step, **values)
         code = fit(training, run_dir, observe, stop)
         if code == DONE and stop.reason: code = STOPPED # it came after the last step: evaluation and report are left for a resume
         log.info("end", extra={"step": training.step, "exit_code": code, "reason": stop.reason})
+    if timer: console.print(comm_table(timer))
     return code
 
 # %% ../nbs/09_train.ipynb #12fe284f
@@ -467,7 +470,7 @@ def tell(
 ) -> None:
     "Evaluate, write the report and summary.json, print the closing table."
     figures, samples = closing_evaluation(training)
-    figures["of the device's peak"] = share_of_peak(training, read_metrics(run_dir))
+    figures |= {"of the device's peak": share_of_peak(training, rows := read_metrics(run_dir)), **comm_figures(rows)}
     write_report(run_dir, title=run_dir.name, summary=figures, samples=samples)
     write_json(run_dir / "summary.json", {**figures, "samples": samples})
     prompt = "".join(sample_prompts(training, 1)[:1]).splitlines() or ["def "]
