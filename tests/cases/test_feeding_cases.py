@@ -88,5 +88,5 @@ def test_weights_of_a_run_that_mean_something_else_are_refused(tmp_path, monkeyp
     monkeypatch.setattr(launch, "weights_to_start_from", lambda name: place)
     monkeypatch.setattr(launch, "read_run_config", lambda folder: Config(model=theirs))
     [(key, value)] = theirs.items()
-    with pytest.raises(UserError, match=f"model.{key} is .* were trained with {value}; set it so"):
+    with pytest.raises(UserError, match=f"model.{key} is .*, but the weights of .* have {value}; leave the key out"):
         launch.load_initial_weights(str(tmp_path / "run"), Transformer(Config().model.model_copy(update={"vocab_size": 32})))
