@@ -7,6 +7,7 @@ __all__ = ['SaveSchedule', 'copy_to_host', 'fetch_buffers', 'read_best', 'Backgr
 
 # %% ../nbs/06b_background_saves.ipynb #8ebc6ae4
 import math
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -125,6 +126,7 @@ class _Write(threading.Thread):
     def tidy(self):
         keep = self.retention
         try:
+            if self.options["files"]: shutil.rmtree(self.options["files"].parent)
             if self.val_loss is not None: write_json(self.folder / "best.json", {"step": self.packed.step, "val_loss": self.val_loss})
             best = (read_best(self.folder) or {}).get("step") if keep.keep_best else None
             prune_checkpoints(self.folder, keep=keep.keep, keep_light=keep.keep_light, keep_every=keep.keep_every, best=best)
@@ -137,13 +139,13 @@ class _Write(threading.Thread):
         return other
 
 # %% ../nbs/06b_background_saves.ipynb #9e9bfea1
-def _begin(saver: "BackgroundSaver", state: dict, step: int, kind: str, inputs: dict | None, val_loss: float | None) -> None:
+def _begin(saver: "BackgroundSaver", state: dict, step: int, kind: str, inputs: dict | None, val_loss: float | None, files: Path | None) -> None:
     started, options = time.perf_counter(), saver.options
     saver.wait()
     if saver.reserving is not None: saver.reserving.join()
     packed = pack_state(state, step=step, kind=kind)
     if options.background: packed = copy_to_host(packed, saver.buffers)
-    writing = {"inputs": inputs, "local_dir": options.local_dir, "signing_key": options.signing_key}
+    writing = {"inputs": inputs, "local_dir": options.local_dir, "signing_key": options.signing_key, "files": files}
     saver.under_way = _Write(saver.folder, packed, val_loss, options, saver.after_save, writing)
     saver.under_way.start()
     if not options.background: saver.wait()
@@ -189,9 +191,10 @@ class BackgroundSaver:
         kind: str = "full",            # or "light"
         inputs: dict | None = None,    # hashes of data and tokenizer
         val_loss: float | None = None, # given: this one is the best so far
+        files: Path | None = None,     # folder of files that belong in it; removed with its parent once they are
     ) -> None:
         "Begin a save, after the last one has ended; UserError where that one failed twice."
-        _begin(self, state, step, kind, inputs, val_loss)
+        _begin(self, state, step, kind, inputs, val_loss, files)
 
     def check(self) -> list[str]: return _settle(self) # what went wrong since the last look, in words; waits for nothing
 

@@ -209,6 +209,10 @@ def _move(path: Path, folder: Path) -> Path:
     return folder / path.name
 
 # %% ../nbs/06_checkpointing.ipynb #1e4bc56e
+def _link(source: str, target: str) -> None:
+    try: os.link(source, target)
+    except OSError: shutil.copy2(source, target)
+
 def write_checkpoint(
     folder: str | Path,   # a run's checkpoints/
     packed: PackedState,  # from pack_state
@@ -218,6 +222,7 @@ def write_checkpoint(
     max_shard_bytes: int = MAX_SHARD_BYTES, # of one file
     local_dir: str | Path | None = None,    # write here first, then copy, verify and delete
     signing_key: str | Path | None = None,  # PEM file of an Ed25519 private key
+    files: Path | None = None,              # folder whose files belong in it too, on the same storage
 ) -> Path:                # folder/step_00000020
     "Write one checkpoint whole; UserError, and the older ones untouched, where the disk or the state refuses."
     if not allow_non_finite: _refuse_non_finite(packed)
@@ -230,6 +235,7 @@ def write_checkpoint(
             remove_stale(place)
         with atomic_folder(first / name, overwrite=True) as draft:
             _write_entries(draft, packed, max_shard_bytes)
+            if files: shutil.copytree(files, draft / files.name, copy_function=_link)
             _finish(draft, packed, inputs, signing_key)
         if local_dir: _move(first / name, folder)
     except (OSError, SafetensorError) as error: raise UserError(f"can't write checkpoint {folder / name}: {_why(error)}") from error

@@ -234,7 +234,7 @@ class OptimConfig(Section):
 
     def check_zero_stage(self, zero_stage: int) -> None:
         "Raise ValueError where no rank holds the whole gradients that clipping by group measures."
-        if self.clip == "groups" and zero_stage >= 2: raise ValueError(f"optim.clip groups needs whole gradients, ZeRO-{zero_stage} spreads them over the ranks; use global")
+        if self.clip == "groups" and zero_stage: raise ValueError(f"optim.clip groups needs whole gradients, ZeRO-{zero_stage} spreads them over the ranks; use global")
 
 # %% ../nbs/00a_config.ipynb #2182e5e2
 class EvalConfig(Section):
@@ -267,8 +267,15 @@ class CheckpointConfig(Section):
 # %% ../nbs/00a_config.ipynb #f3e8fed1
 class EngineConfig(Section):
     "How gradients move between processes."
-    kind: Literal["ddp"] = Field("ddp", description="ddp: one process or DistributedDataParallel")
+    kind: Literal["ddp", "deepspeed"] = Field("ddp", description="ddp: one process or DistributedDataParallel; deepspeed: ZeRO")
+    zero_stage: int = Field(2, ge=0, le=3, description="deepspeed: 1 spreads the moments over the ranks, 2 gradients too, 3 weights too; 0 nothing, as ddp")
+    offload: Literal["none", "cpu", "nvme"] = Field("none", description="deepspeed: where the moments lie if not on the device; nvme: stage 3 only")
+    nvme_path: str | None = Field(None, description="folder on a local NVMe disk for offload nvme")
+    deepspeed_config: str | None = Field(None, description="your own JSON for DeepSpeed; it must agree with this configuration")
     timeout_seconds: float = Field(600.0, gt=0, description="longest wait for another rank")
+
+    @property
+    def zero(self) -> int: return self.zero_stage if self.kind == "deepspeed" else 0 # the stage in force
 
 class LogConfig(Section):
     "What the run tells of itself."
@@ -309,7 +316,7 @@ class Config(Section):
         if self.tokenizer.path is None and has is not None and has != wanted:
             raise ValueError(f"model.vocab_size {has} differs from tokenizer.vocab_size {wanted}; leave out model.vocab_size")
         self.data.check_vocabulary(has or wanted)
-        self.optim.check_zero_stage(getattr(self.engine, "zero_stage", 0))
+        self.optim.check_zero_stage(self.engine.zero)
         return self
 
 # %% ../nbs/00a_config.ipynb #fc3cfcfd

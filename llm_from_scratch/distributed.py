@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['MISTAKE', 'plan_batch', 'group_device', 'all_sum', 'gather_objects', 'broadcast_object', 'barrier', 'next_token_loss',
-           'own_losses', 'Agreement', 'agree', 'sync_context', 'check_wiring', 'StepResult', 'Engine', 'prepare',
-           'name_broken', 'take_step', 'engine_state', 'load_engine_state', 'parameter_hashes', 'ParityError',
-           'check_parity', 'speaks_first', 'mistake_elsewhere', 'watch_launcher']
+           'own_losses', 'Agreement', 'agree', 'sync_context', 'check_wiring', 'StepResult', 'WholeOnEachRank',
+           'Engine', 'prepare', 'name_broken', 'take_step', 'engine_state', 'load_engine_state', 'parameter_hashes',
+           'ParityError', 'check_parity', 'speaks_first', 'mistake_elsewhere', 'watch_launcher']
 
 # %% ../nbs/05_distributed.ipynb #9c7ea3e9
 import ctypes
@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 # %% ../nbs/05_distributed.ipynb #12ae00b3
 import torch
@@ -163,8 +164,19 @@ class StepResult:
     stop: bool         # some rank asked to stop, or has no batch left
     reason: str = ""   # why the step was skipped
 
+# %% ../nbs/05_distributed.ipynb #f899bd88
+class WholeOnEachRank:
+    "What an engine says of weights that every rank holds in one piece."
+
+    @property
+    def weights(self) -> nn.Module | None: return self.model # fp32, whole, what a checkpoint saves; None on a rank that saves none
+    def even(self, batches): return batches                  # for a forward pass that all ranks must do equally often
+    def name_broken(self) -> str: return name_broken(self.model)
+    def save_files(self, folder: Path, kind: str) -> Path | None: return None # all ranks write what a checkpoint needs beside the state
+    def load_files(self, path: Path) -> None: pass           # and read it, after load_state_dict; its hashes have been verified
+
 # %% ../nbs/05_distributed.ipynb #7fc1224c
-class Engine:
+class Engine(WholeOnEachRank):
     "One process or DistributedDataParallel behind `train_step`; made by `prepare`."
 
     def __init__(
@@ -267,7 +279,7 @@ def take_step(
     if not engine.is_wired: check_wiring(engine.model, engine.optimizer)
     engine.is_wired = True
     norm = engine.step()
-    reason = "" if math.isfinite(norm) else f"gradient norm is {norm}: {name_broken(engine.model)}"
+    reason = "" if math.isfinite(norm) else f"gradient norm is {norm}: {engine.name_broken()}"
     if reason: engine.skipped[reason] += 1
     loss = all_sum(torch.stack(losses).double().sum().item()) / agreed.num_tokens
     return StepResult(loss, agreed.num_tokens, norm, bool(reason), agreed.stop, reason)

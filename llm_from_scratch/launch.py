@@ -371,13 +371,16 @@ def set_threads(
 def training_bytes(
     config: Config,  # names shape and optimizer
     vocab_size: int, # the tokenizer's
+    world_size: int = 1, # ranks, over which ZeRO spreads them
 ) -> int:            # on one rank, at least; activations come on top
     "Bytes of weights, gradients and moments in fp32: two moments under AdamW, one under Muon."
     def count_weights(num_layers):
         model = config.model.model_copy(update={"vocab_size": vocab_size, "num_layers": num_layers})
         return sum(math.prod(shape) for name, shape in expected_shapes(model).items() if not (model.tie_embeddings and name == "head.weight"))
     one, two = count_weights(1), count_weights(2)
-    return 4 * (one + (config.model.num_layers - 1) * (two - one)) * (4 if config.optim.kind == "adamw" else 3)
+    count, engine = one + (config.model.num_layers - 1) * (two - one), config.engine
+    moments = 0 if engine.offload != "none" else 2 if config.optim.kind == "adamw" else 1
+    return sum(4 * count * copies // (world_size if engine.zero >= stage else 1) for stage, copies in ((3, 1), (2, 1), (1, moments)))
 
 def available_bytes(
     device: torch.device,                          # a GPU's own memory, or this machine's
@@ -396,12 +399,12 @@ def check_memory(
     device: torch.device, # of this rank
 ) -> None:                # silent where it may fit
     "UserError with both numbers where the model can't fit, whatever the batch."
-    needed = training_bytes(config, vocab_size) * (1 if device.type == "cuda" else ranks.local_world_size)
+    needed = training_bytes(config, vocab_size, ranks.world_size) * (1 if device.type == "cuda" else ranks.local_world_size)
     there = available_bytes(device)
     if needed > there:
         raise UserError(f"the model does not fit: weights, gradients and moments take at least {needed / 1e9:,.1f} GB and {there / 1e9:,.1f} GB "
                         f"of memory can be had ({device}); lower model.hidden_size, model.num_layers or tokenizer.vocab_size")
-    copied = training_bytes(config, vocab_size) * (3 if config.optim.kind == "adamw" else 2) // (4 if config.optim.kind == "adamw" else 3) # all but gradients
+    copied = training_bytes(config, vocab_size, ranks.world_size) * (3 if config.optim.kind == "adamw" else 2) // (4 if config.optim.kind == "adamw" else 3) # all but gradients
     if device.type == "cpu" and config.checkpoint.background and needed + copied > there:
         raise UserError(f"the model fits, a save in the background doesn't: its copy takes {copied / 1e9:,.1f} GB beside {needed / 1e9:,.1f} GB, and {there / 1e9:,.1f} GB "
                         "of memory can be had; set checkpoint.background False, and training waits for each save")

@@ -35,9 +35,10 @@ from .checkpointing import checkpoint_step, list_checkpoints, load_checkpoint, v
 from .config import Config, replace
 from .dataloader import Batch, TokenLoader, endless, loader_options
 from llm_from_scratch.distributed import (
-    Engine, StepResult, all_sum, broadcast_object, check_parity, gather_objects, mistake_elsewhere, next_token_loss, plan_batch, prepare,
+    Engine, StepResult, all_sum, broadcast_object, check_parity, gather_objects, mistake_elsewhere, next_token_loss, plan_batch,
     speaks_first, watch_launcher,
 )
+from .deepspeed_engine import build_engine, check_engine, check_pieces
 from .documents import REASONS, corpus_files, inputs_hash, is_validation, read_corpus
 from llm_from_scratch.env import (
     Ranks, UserError, choose_device, choose_dtype, close_process_group, environment_report, hash_json, open_log, open_process_group,
@@ -124,7 +125,7 @@ class Training:
     @property
     def parts(self) -> dict: # what a checkpoint saves and loads by its own state_dict
         "Everything with a state of its own."
-        return {"model": self.model, "engine": self.engine, "loader": self.loader, "schedule": self.schedule, "guard": self.guard, **self.extras}
+        return {"model": self.engine.weights, "engine": self.engine, "loader": self.loader, "schedule": self.schedule, "guard": self.guard, **self.extras}
 
 # %% ../nbs/09_train.ipynb #a714ecda
 def wants_compile(
@@ -158,7 +159,7 @@ def build_training(
     if train.init_from and is_new: load_initial_weights(train.init_from, model)
     if train.weights == "bf16": model.bfloat16()
     loss = partial(next_token_loss, document_mask=config.data.document_mask)
-    engine = prepare(model, build_optimizer(model, config.optim), ranks=ranks, device=device, dtype=dtype, compile=wants_compile(train.compile, device),
+    engine = build_engine(config, model, build_optimizer(model, config.optim), ranks=ranks, device=device, dtype=dtype, compile=wants_compile(train.compile, device),
                      loss=loss, clipper=Clipper(model, config.optim), scaler=LossScaler(train))
     rows = dict(batch_size=train.global_batch // ranks.world_size, seq_len=train.seq_len, rank=ranks.rank, world_size=ranks.world_size,
                 document_mask=config.data.document_mask)
@@ -203,12 +204,12 @@ def save(
 ) -> None:                  # returns when the state is copied
     "Begin a checkpoint; ParityError, and nothing written, where the ranks hold different weights."
     check_ranks(training)
-    generators = gather_objects(capture_rng())
+    generators, files = gather_objects(capture_rng()), training.engine.save_files(saver.folder, due)
     if not training.ranks.is_main: return
     progress = {name: getattr(training, name) for name in PROGRESS}
     state = {**training.parts, "progress": progress, "rng": generators, "config": training.config.model_dump(mode="json"), "environment": training.environment}
     saver.save(state, step=training.step, kind="light" if due == "light" else "full", inputs=training.data.manifests,
-               val_loss=training.last_val["val_loss"] if due == "best" else None)
+               val_loss=training.last_val["val_loss"] if due == "best" else None, files=files)
 
 # %% ../nbs/09_train.ipynb #03948e42
 def resume(
@@ -217,6 +218,7 @@ def resume(
 ) -> None:              # UserError where it is damaged, of another shape, or of other data
     "Restore weights, moments, position, counters and this rank's random generators."
     state = load_checkpoint(path, training.parts, inputs=training.data.manifests, public_key=training.config.checkpoint.require_signature)
+    training.engine.load_files(path)
     for name in PROGRESS: setattr(training, name, state["progress"][name])
     training.first_step = training.step
     follow_mix(training)
@@ -227,7 +229,7 @@ def validate(
     training: Training,  # all ranks call this together
 ) -> dict[str, float]:   # val_loss in nats a token, val_bpb in bits a byte
     "Loss and bits per byte over the whole validation split, equal on all ranks."
-    total, count = (all_sum(part) for part in evaluate_loader(training.model, training.val_loader, training.device, training.dtype))
+    total, count = (all_sum(part) for part in evaluate_loader(training.model, training.engine.even(training.val_loader), training.device, training.dtype))
     training.last_val = {"val_loss": total / count, "val_bpb": bits_per_byte(total, count, training.data.val)}
     return training.last_val
 
@@ -281,7 +283,8 @@ def go_back(
     place = next((place for place in regular if not verify_checkpoint(place, kind="full", public_key=options.require_signature)), None)
     place, everyone, tally = broadcast_object(place), gather_objects([*rows]), training.engine.skipped
     if place:
-        load_checkpoint(place, {"model": training.model, "engine": training.engine}, verify=False)
+        load_checkpoint(place, {"model": training.engine.weights, "engine": training.engine}, verify=False)
+        training.engine.load_files(place)
         training.engine.skipped = tally
         training.schedule.lower(training.config.guard.lr_factor)
         training.guard.note_return(training.step - checkpoint_step(place))
@@ -385,7 +388,7 @@ def show_start(
     notes: list[str],             # what a resume changes, where it starts
 ) -> None:
     "What this run is, before its first step."
-    train, ranks, model, data = training.config.train, training.ranks.world_size, training.model, training.data
+    train, ranks, model, data = training.config.train, training.ranks.world_size, training.engine.weights, training.data
     accumulation, reading = plan_batch(train.global_batch, train.micro_batch, ranks), data.train.manifest["extra"]["reading"]
     if lost := left_out(reading): notes = [*notes, f"left out of the data: {lost}"]
     console.print(f"fingerprint  {fingerprint['all'][:16]}: " + ", ".join(f"{key} {value[:8]}" for key, value in fingerprint.items() if key != "all"))
@@ -484,11 +487,13 @@ def run(
     console = console or Console(quiet=not ranks.is_main, soft_wrap=True, markup=False)
     claim_folder(run_dir, resume_from)
     if old: check_run_folder(run_dir)
+    check_engine(config)
     check_readers(config.data.num_workers, ranks)
     if ranks.is_main: check_saving(run_dir, config.checkpoint)
     check_memory(config, config.model.vocab_size or config.tokenizer.vocab_size, ranks, choose_device(ranks))
     start = broadcast_object(checkpoint_to_resume(run_dir, resume_from, config.checkpoint.require_signature) if ranks.is_main else None)
     notes = check_resume(old, config, checkpoint_step(start) if start else 0, allow) if old else []
+    if start: check_pieces(start, config, ranks)
     data = prepare_data(config)
     if resume_from: check_same_data(run_dir, data.manifests)
     training = build_training(config, data, ranks, is_new=not start)
@@ -500,6 +505,7 @@ def run(
     fingerprint = write_run_folder(run_dir, config, data.tokenizer, data.manifests, training.environment) if ranks.is_main else {}
     if ranks.is_main: show_start(console, training, fingerprint, notes)
     code = watch_and_fit(training, run_dir, console)
+    if code == DONE: training.engine.close()
     try:
         if code == DONE and ranks.is_main: tell(training, run_dir, console)
     except KeyboardInterrupt: code = STOPPED # the last step's checkpoint stands; a resume begins at the evaluation

@@ -81,9 +81,11 @@ class Counted:
         import torch
 
         from llm_from_scratch.config import Config
+        from llm_from_scratch.distributed import WholeOnEachRank
 
         self.config = Config(checkpoint=dict(every_steps=1000, every_minutes=1, light_every_steps=1000))
         self.ranks, self.model, self.step = ranks, torch.nn.Linear(2, 2), 1
+        self.engine = WholeOnEachRank()
         self.loader = type("Loader", (), {"state_dict": lambda self: {"position": 0}})()
         self.parts, self.data, self.environment = {"model": self.model}, type("Data", (), {"manifests": {}}), {}
         self.tokens, self.skipped, self.last_val, self.url = 0, 0, {}, None

@@ -1,0 +1,183 @@
+"ZeRO over gloo: the losses of DDP, a file from every rank, an exact resume, and a clear word where the pieces don't fit."
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks, server_with_torch
+from test_distributed_ranks import parts_of
+from test_train_ranks import command, errors, finish, losses
+
+from llm_from_scratch.checkpointing import load_checkpoint, load_run, pack_state, verify_checkpoint, write_checkpoint
+from llm_from_scratch.config import ModelConfig, build_config
+from llm_from_scratch.deepspeed_engine import build_engine
+from llm_from_scratch.distributed import barrier, broadcast_object, next_token_loss
+from llm_from_scratch.eval import evaluate_loader
+from llm_from_scratch.model import Transformer
+from llm_from_scratch.optim import build_optimizer
+
+pytest.importorskip("deepspeed")
+
+CPU = torch.device("cpu")
+SHAPE = ModelConfig(vocab_size=33, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, max_seq_len=16)  # 33 rows divide by no number of ranks
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded_server():
+    with server_with_torch("deepspeed.runtime.engine", "deepspeed.runtime.zero.muon.original_muon"):
+        yield
+
+
+def make(ranks, stage, *, dtype=torch.float32, own=None, loss=next_token_loss, recomputed=(), **sections):
+    "An engine like any run's; every weight of stage 3 is cut, which DeepSpeed would spare such small ones."
+    torch.manual_seed(ranks.rank)
+    engine = {"kind": "deepspeed" if stage else "ddp", "zero_stage": stage, "deepspeed_config": str(own) if own and stage else None}
+    sections = {"optim": dict(kind="adamw", lr=3e-3), **sections}
+    config = build_config({"train": dict(global_batch=12, micro_batch=2, loss_scale=1024.0), "engine": engine}, sections)
+    model = Transformer(SHAPE)
+    model.recomputed = frozenset(recomputed)
+    if config.train.weights == "bf16":
+        model.bfloat16()
+    return build_engine(config, model, build_optimizer(model, config.optim), ranks=ranks, device=CPU, dtype=dtype, loss=loss)
+
+
+def train(engine, ranks, steps):
+    results = [engine.train_step(parts_of(step, ranks)) for step in steps]
+    return [result.loss for result in results], [result.grad_norm for result in results]
+
+
+def save(engine, folder, step):
+    files = engine.save_files(folder, "full")
+    if engine.weights is None:
+        return broadcast_object(None)
+    return broadcast_object(write_checkpoint(folder, pack_state({"model": engine.weights, "engine": engine}, step=step), files=files))
+
+
+def load(engine, path):
+    load_checkpoint(path, {"model": engine.weights, "engine": engine})
+    engine.load_files(path)
+
+
+def whole_life(ranks, folder, stage, own):
+    "DDP's losses and ZeRO's; a save at step 2 without which the losses to step 4 stay the same; back from it, and a broken gradient."
+    ddp, zero = train(make(ranks, 0), ranks, range(4)), make(ranks, stage, own=own)
+    first = train(zero, ranks, range(2))
+    path = save(zero, folder, 2)
+    rest = train(zero, ranks, range(2, 4))
+    again = make(ranks, stage, own=own)
+    load(again, path)
+    resumed = train(again, ranks, range(2, 4))
+    batches = [[parts_of(9, ranks)[0]] * (2 - ranks.rank), []][ranks.rank == 1 and stage == 3]  # a rank with fewer, or none
+    nll, count = evaluate_loader(zero.model, zero.even(batches), CPU)
+    zero.loss = lambda model, batch: next_token_loss(model, batch) * (math.nan if ranks.rank == 1 else 1.0)
+    broken = zero.train_step(parts_of(5, ranks))
+    load(zero, path)  # as after a spike: back, in the same engine
+    zero.loss = next_token_loss
+    back = train(zero, ranks, range(2, 4))
+    zero.close()
+    alone = next_token_loss(zero.model, parts_of(9, ranks)[0]).item() if ranks.is_main else None
+    barrier()
+    return ddp, [a + b for a, b in zip(first, rest)], rest, resumed, back, (broken.skipped, broken.reason), (nll, count), alone, path
+
+
+def check_life(answers):
+    (ddp, zero, rest, resumed, back, broken, (nll, count), alone, path), other = answers
+    assert zero[0] == pytest.approx(ddp[0], rel=1e-5) and zero[1] == pytest.approx(ddp[1], rel=1e-4)
+    assert resumed == rest == back
+    assert broken[0] and "ZeRO keeps no whole gradient" in broken[1] and other[5] == broken
+    assert verify_checkpoint(path) == [] and len(list(path.glob("deepspeed/*optim_states.pt"))) == 2
+    assert not [name for name in path.parent.iterdir() if name.name != path.name and "tmp" not in name.name]
+    assert count > 0 and math.isfinite(nll) and math.isfinite(alone)
+
+
+def test_dist_2_trn_11_zero_2_from_start_to_resume(tmp_path):
+    check_life(run_ranks(whole_life, 2, tmp_path, 2, None, timeout_seconds=150))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_dist_2_trn_11_other_stages(tmp_path, stage):
+    own = tmp_path / "ds.json"
+    own.write_text(json.dumps({"train_batch_size": "auto", "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}))
+    check_life(run_ranks(whole_life, 2, tmp_path / "checkpoints", stage, own, timeout_seconds=150))
+
+
+def low_precision(ranks, stage):
+    found = {}
+    for name, options in {"fp32": {}, "bf16": dict(dtype=torch.bfloat16), "fp16": dict(dtype=torch.float16),
+                          "weights": dict(dtype=torch.bfloat16, train=dict(global_batch=12, micro_batch=2, weights="bf16")),
+                          "recomputed": dict(recomputed=[0, 1]), "offload": dict(engine=dict(kind="deepspeed", zero_stage=stage, offload="cpu"))}.items():
+        found[name] = [train(make(ranks, kind, **({} if name == "offload" and not kind else options)), ranks, range(4)) for kind in (0, stage)]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_type_recomputation_and_offload_train_as_under_ddp(stage):
+    found, _ = run_ranks(low_precision, 2, stage, timeout_seconds=300)
+    for name, (ddp, zero) in found.items():
+        assert zero[0] == pytest.approx(ddp[0], rel=2e-3 if name == "weights" else 1e-4), name
+        assert zero[1] == pytest.approx(ddp[1], rel=2e-2 if name == "weights" else 1e-3), name
+
+
+def overflow(ranks, stage):
+    "Step 2 overflows on rank 1."
+    seen = []
+    def loss(model, batch): return next_token_loss(model, batch) * (math.inf if ranks.rank == 1 and len(seen) == 1 else 1.0)
+    engine = make(ranks, stage, dtype=torch.float16, loss=loss)
+    for step in range(3):
+        result = engine.train_step(parts_of(step, ranks))
+        seen.append((result.skipped, engine.scaler.scale, round(result.loss, 3) if step != 1 else None))
+    return seen, dict(engine.skipped) != {}
+
+
+@pytest.mark.slow
+def test_amp_1_an_overflow_on_one_rank_is_skipped_by_all_and_halves_the_scale():
+    ddp, zero = (run_ranks(overflow, 2, stage, timeout_seconds=150) for stage in (0, 2))
+    assert zero[0] == zero[1] == ddp[0] and [row[:2] for row in zero[0][0]] == [(False, 1024.0), (True, 512.0), (False, 512.0)]
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(30):
+        (folder / f"page-{number}.txt").write_text("".join(f"{number} times {factor} is {number * factor}\n" for factor in range(40)))
+    return ["--model.hidden-size", 32, "--model.num-layers", 1, "--model.num-heads", 2, "--tokenizer.vocab-size", 301, "--train.seq-len", 32,
+            "--train.global-batch", 8, "--train.micro-batch", 2, "--train.num-threads", 1, "--train.dtype", "fp32", "--optim.kind", "adamw",
+            "--log.tensorboard", "False", "--eval.num-completions", 0, "--eval.num-samples", 1, "--eval.sample-tokens", 4, "--eval.every-steps", 4,
+            "--checkpoint.every-steps", 3, "--data.path", folder, "--data.val-fraction", 0.2, "--data.cache-dir", folder.parent / "cache"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ckpt_6_training_under_torchrun_from_start_to_resume(options, tmp_path, stage):
+    own = tmp_path / "ds.json"
+    own.write_text(json.dumps({"zero_optimization": {"stage3_param_persistence_threshold": 0}}))
+    engine = ["--engine.kind", "deepspeed", "--engine.zero-stage", stage, "--engine.deepspeed-config", own]
+    code, out = finish(command(2, *options, "--train.steps", 6, "--run-dir", tmp_path / "ddp"))
+    assert code == 0, out
+    code, out = finish(command(2, *options, *engine, "--train.steps", 6, "--run-dir", tmp_path / "zero"))
+    assert code == 0, out
+    whole = losses(tmp_path / "zero")
+    assert whole == pytest.approx(losses(tmp_path / "ddp"), rel=1e-5) and list(whole) == list(range(1, 7))
+    shutil.rmtree(tmp_path / "zero" / "checkpoints" / "step_00000006")
+    code, out = finish(command(1, "--run-dir", tmp_path / "zero", "--resume", "auto"))
+    assert code != 0 and len(errors(out)) == 1 and "written by 2 ranks, this run has 1" in out, out
+    code, out = finish(command(2, "--run-dir", tmp_path / "zero", "--resume", "auto"))
+    assert code == 0, out
+    assert losses(tmp_path / "zero") == whole
+    run = load_run(tmp_path / "zero")
+    assert run.step == 6 and all(bool(weight.isfinite().all()) for weight in run.model.parameters())
+
+
+@pytest.mark.slow
+def test_muon_and_a_contradicting_json_are_refused_in_one_line(options, tmp_path):
+    own = Path(tmp_path, "ds.json")
+    own.write_text(json.dumps({"train_batch_size": 16}))
+    engine = ["--engine.kind", "deepspeed", "--run-dir", tmp_path / "run"]
+    code, out = finish(command(2, *options, *engine, "--optim.kind", "muon", "--engine.zero-stage", 3))
+    assert code != 0 and len(errors(out)) == 1 and "ZeRO-3 cuts them" in errors(out)[0], out
+    code, out = finish(command(2, *options, *engine, "--engine.deepspeed-config", own))
+    assert code != 0 and len(errors(out)) == 1 and "train_batch_size 16, the run's train.global_batch makes it 8" in errors(out)[0], out
