@@ -359,14 +359,15 @@ def watch_launcher(
     *,
     grace_seconds: float = 30.0,  # from SIGTERM to the end, for a last checkpoint
 ) -> bool:                        # whether torchrun started this process
-    "Let this worker end when its torchrun dies."
+    "Let this worker end when its torchrun dies; at once where other machines' launchers live and may go on without it."
     if "TORCHELASTIC_RUN_ID" not in os.environ: return False
-    if sys.platform == "linux": ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-    threading.Thread(target=_end_as_orphan, args=(os.getppid(), grace_seconds), daemon=True).start()
+    ending = signal.SIGKILL if int(os.environ.get("GROUP_WORLD_SIZE") or 1) > 1 else signal.SIGTERM
+    if sys.platform == "linux": ctypes.CDLL(None).prctl(1, ending)
+    threading.Thread(target=_end_as_orphan, args=(os.getppid(), ending, grace_seconds), daemon=True).start()
     return True
 
-def _end_as_orphan(launcher: int, grace_seconds: float) -> None:
+def _end_as_orphan(launcher: int, ending: signal.Signals, grace_seconds: float) -> None:
     while os.getppid() == launcher: time.sleep(1)
-    if sys.platform != "linux": os.kill(os.getpid(), signal.SIGTERM)
+    if sys.platform != "linux": os.kill(os.getpid(), ending)
     time.sleep(grace_seconds)
     os._exit(1)

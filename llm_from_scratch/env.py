@@ -201,9 +201,9 @@ def meet_anew(
     "Agree on a prefix nobody used before: rank 0 answers a word that each rank made up; raises TimeoutError."
     mine, end, missing = os.urandom(8).hex(), time.monotonic() + timeout_seconds, list(range(1, ranks.world_size))
     read = lambda key: store.get(key).decode() if store.check([key]) else None
-    if not ranks.is_main: store.set(f"rank {ranks.rank}", mine)
     while time.monotonic() < end:
         chosen = mine if ranks.is_main else read(mine)
+        if not chosen: store.set(f"rank {ranks.rank}", mine)
         if ranks.is_main: missing = [rank for rank in missing if read(f"{mine}/{rank}") is None]
         for rank in missing if ranks.is_main else []: # a dead rank's word is answered too, and read by nobody
             if word := read(f"rank {rank}"): store.set(word, mine)

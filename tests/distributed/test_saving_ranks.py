@@ -8,7 +8,7 @@ from ranks import run_ranks, server_with_torch
 
 from llm_from_scratch import train
 from llm_from_scratch.background_saves import SaveSchedule
-from llm_from_scratch.checkpointing import list_checkpoints
+from llm_from_scratch.checkpointing import list_checkpoints, verify_checkpoint
 from llm_from_scratch.config import build_config
 from llm_from_scratch.train import open_saver, save_if_due
 
@@ -44,19 +44,34 @@ def keep_steps(run_dir, steps):
             shutil.rmtree(path)
 
 
-def test_dist_8_all_ranks_resume_where_rank_0_says(tmp_path):
-    (tmp_path / "text").mkdir()
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    "Where two ranks have trained, in the folder whole."
+    home = tmp_path_factory.mktemp("saving")
+    (home / "text").mkdir()
     for number in range(30):
-        (tmp_path / "text" / f"page-{number}.txt").write_text("".join(f"{number} times {factor} is {number * factor}\n" for factor in range(40)))
-    assert run_ranks(train_ranks, 2, tmp_path, ("whole", "whole"), None) == [0, 0]
-    whole = losses(tmp_path / "whole")
+        (home / "text" / f"page-{number}.txt").write_text("".join(f"{number} times {factor} is {number * factor}\n" for factor in range(40)))
+    assert run_ranks(train_ranks, 2, home, ("whole", "whole"), None) == [0, 0]
+    return home
+
+
+def test_dist_2_two_ranks_write_one_checkpoint_and_go_on(home):
+    assert list(losses(home / "whole")) == list(range(1, 7))
+    places = list_checkpoints(home / "whole" / "checkpoints")
+    assert [path.name for path in places] == [f"step_{step:08d}" for step in range(1, 7)]
+    assert [verify_checkpoint(path, kind="full") for path in places] == [[]] * 6
+    assert {path.name for path in (home / "whole" / "checkpoints").iterdir()} == {path.name for path in places}
+
+
+def test_dist_8_all_ranks_resume_where_rank_0_says(home):
+    whole = losses(home / "whole")
     for name, steps in [("rank_0", {2, 4}), ("rank_1", {3})]:
-        shutil.copytree(tmp_path / "whole", tmp_path / name)
-        keep_steps(tmp_path / name, steps)
-    assert run_ranks(train_ranks, 2, tmp_path, ("rank_0", "rank_1"), "auto") == [0, 0]
-    rows = [json.loads(line) for line in (tmp_path / "rank_0" / "metrics.jsonl").read_text().splitlines()]
+        shutil.copytree(home / "whole", home / name)
+        keep_steps(home / name, steps)
+    assert run_ranks(train_ranks, 2, home, ("rank_0", "rank_1"), "auto") == [0, 0]
+    rows = [json.loads(line) for line in (home / "rank_0" / "metrics.jsonl").read_text().splitlines()]
     assert [row["resumed_from"] for row in rows if "resumed_from" in row] == [4]
-    assert losses(tmp_path / "rank_0") == whole
+    assert losses(home / "rank_0") == whole
 
 
 class Counted:
@@ -71,6 +86,7 @@ class Counted:
         self.config = Config(checkpoint=dict(every_steps=1000, every_minutes=1, light_every_steps=1000))
         self.ranks, self.model, self.step = ranks, torch.nn.Linear(2, 2), 1
         self.engine = WholeOnEachRank()
+        self.loader = type("Loader", (), {"state_dict": lambda self: {"position": 0}})()
         self.parts, self.data, self.environment = {"model": self.model}, type("Data", (), {"manifests": {}}), {}
         self.tokens, self.skipped, self.last_val, self.url = 0, 0, {}, None
         self.model.weight.data.fill_(1.0), self.model.bias.data.fill_(1.0)
