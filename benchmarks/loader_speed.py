@@ -4,7 +4,8 @@
 
 The same random tokens as token shards, as an Arrow data set of Hugging Face datasets (torch format), as litdata's chunks
 and as one memory-mapped file; rows of 2,048 in batches of 16 (or what --batch says), int64 inputs and targets out. The floor is memcpy of as many
-bytes as the batches have, one after the other, from an array that no cache holds. One process, one core, one run in ten
+bytes as the batches have, one after the other, from an array that no cache holds (from a mapped file it takes as long, to
+a tenth). One process, one core, seconds of processor time, so that other work on the machine counts less; one run in ten
 rounds, of which the median counts, with the C library's allocator set as training sets it (for all of them); whatever is not
 installed is left out. Prints a table, appends a line to results/loader_speed.jsonl.
 """
@@ -30,8 +31,8 @@ ROW = SEQ_LEN + 1
 
 def tokens_a_second(batches, seconds: float) -> float:
     "Batches are pairs of inputs and targets."
-    count, began = 0, time.perf_counter()
-    while (spent := time.perf_counter() - began) < seconds:
+    count, began = 0, time.process_time()
+    while (spent := time.process_time() - began) < seconds:
         inputs, targets = next(batches)
         count += targets.numel()
     return count / spent

@@ -32,7 +32,7 @@ from .token_shards import TokenShards
 IGNORED = -100  # a target that counts nothing
 
 # %% ../nbs/02b_dataloader.ipynb #daf1b0de
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Batch:
     "What a training step needs, all int64."
     inputs: torch.Tensor     # (B, T) token ids

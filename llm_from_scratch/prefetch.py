@@ -24,7 +24,7 @@ def read_ahead(
 ) -> Iterator[tuple]:  # each ticket and its batch
     "Read in a thread while the batches before are used."
     if not num_batches:
-        yield from ((ticket, read(ticket)) for ticket in tickets)
+        for ticket in tickets: yield ticket, read(ticket)
         return
     waiting = deque()
     with ThreadPoolExecutor(1, thread_name_prefix="read_ahead") as pool:

@@ -19,7 +19,7 @@ from .env import UserError
 from .token_shards import TokenShards
 
 # %% ../nbs/02ac_row_plans.ipynb #b20ae0e2
-@dataclass(frozen=True)
+@dataclass
 class Spans:
     "Stretches of shards that fill the rows of a batch, row after row."
     rows: np.ndarray    # (S,) row of the batch that the stretch belongs to
@@ -162,8 +162,8 @@ def read_rows(
 ) -> np.ndarray:                  # `out`
     "Copy rows from the maps into a staging buffer, each token once."
     if isinstance(spans, WholeRows):
-        length = out.shape[1]
-        for row, (shard, start) in enumerate(zip(spans.shards.tolist(), spans.starts.tolist())): out[row] = shards[shard][start:start + length]
+        length, rows = out.shape[1], out[:len(spans.shards)].reshape(-1, copy=False)
+        if len(rows): np.concatenate([shards[shard][start:start + length] for shard, start in zip(spans.shards.tolist(), spans.starts.tolist())], out=rows)
     else:
         for row, column, shard, start, length in spans: out[row, column:column + length] = shards[shard][start:start + length]
     return out
