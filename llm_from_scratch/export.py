@@ -75,7 +75,7 @@ def import_hf(
     cfg, tokenizer = read_hf_shape(path)
     require_shapes(path, cfg)
     if tokenizer is None: logging.getLogger("llm_from_scratch").warning(f"imported without a tokenizer: {read_hf_tokenizer(path)[1]}")
-    with torch.random.fork_rng(devices=[]): model = Transformer(cfg).eval()
+    with torch.random.fork_rng(devices=[]): model = build_model(cfg).eval()
     model.load_state_dict(match_weights(model, our_tensors(read_tensors(path), cfg), source=str(path)), strict=False)
     return model, tokenizer
 
@@ -117,7 +117,7 @@ def rounded_copy(
     matrices_only: bool = False, # as GGUF holds them
 ) -> Transformer:
     "The model that files in a smaller type hold."
-    copy = Transformer(model.cfg).eval()
+    copy = build_model(model.cfg).eval()
     copy.load_state_dict({name: tensor if matrices_only and tensor.ndim < 2 else tensor.to(DTYPES[dtype]).float() for name, tensor in model.state_dict().items()})
     return copy
 

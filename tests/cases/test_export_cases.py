@@ -22,6 +22,7 @@ from llm_from_scratch.export import check_hf, export_gguf, export_hf, import_hf,
 from llm_from_scratch.generate import complete, generate, heal_prompt, stream
 from llm_from_scratch.hf_weights import config_from_hf, config_to_hf, plain_tensors, read_tensors
 from llm_from_scratch.model import Transformer
+from llm_from_scratch.moe import build_model
 from llm_from_scratch.tokenizer import StreamDecoder, Tokenizer, train_model
 
 TEXTS = ["the cat sat on the mat\n", "a cat, the hat; that rat\n", "a <s> is 漢 text\n", "    return self.x + 1\n", "naïve é\tx\r\n"] * 9
@@ -82,6 +83,38 @@ def test_a_transformers_llama_imports_matches_and_comes_back(tied, shape, tmp_pa
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "back").eval()
     assert largest(again(ids).logits, theirs(ids).logits) == 0
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_transformers_mixtral_imports_matches_and_comes_back(tied, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    theirs = transformers.MixtralForCausalLM(transformers.MixtralConfig(**FAMILY, num_local_experts=3, num_experts_per_tok=2, tie_word_embeddings=tied, initializer_range=0.2)).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours, _ = import_hf(tmp_path / "theirs")
+    ids = torch.randint(101, (3, 64))
+    assert (ours.cfg.num_experts, ours.cfg.experts_per_token, ours.cfg.rope_base) == (3, 2, 1e6) and largest(ours(ids), theirs(ids).logits) < 1e-4
+    assert export_hf(tmp_path / "theirs", tmp_path / "back").keys() == {"llm_from_scratch", "transformers"}
+    before, after = read_tensors(tmp_path / "theirs"), read_tensors(tmp_path / "back")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    assert largest(again(ids).logits, theirs(ids).logits) == 0
+
+
+@pytest.mark.parametrize("change, complaint", [(dict(experts_per_token=1), "experts_per_token 1"), (dict(router_temperature=0.5), "router_temperature 0.5")])
+def test_experts_without_a_home_are_refused(change, complaint, tmp_path):
+    model = build_model(ModelConfig(vocab_size=50, hidden_size=32, num_layers=1, num_experts=3, **change))
+    with pytest.raises(UserError, match=complaint): write_hf(tmp_path, model, None)
+
+
+def test_a_run_with_experts_is_exported_and_comes_back(tokenizer, tmp_path, alone):
+    model = build_model(ModelConfig(vocab_size=320, hidden_size=32, num_layers=2, num_experts=3, capacity_factor=1.0, rope_layout="interleaved", max_seq_len=64, init_std=0.2)).eval()
+    write_hf(tmp_path, model, tokenizer)
+    assert check_hf(tmp_path, model, tokenizer, "fp32")["llm_from_scratch"].max_logit < 1e-5
+    import_run(tmp_path, tmp_path / "run")
+    assert load_run(tmp_path / "run").model.cfg.num_experts == 3
+    pytest.importorskip("gguf")
+    with pytest.raises(UserError, match="num_experts 3.*dense models"): export_gguf(tmp_path / "run", tmp_path / "x.gguf")
 
 
 def test_an_exported_run_is_the_same_in_transformers(run_dir, tokenizer, tmp_path):
@@ -320,7 +353,7 @@ def test_a_model_that_the_files_do_not_hold_is_refused_before_it_is_built(change
     write_hf(tmp_path, build(tokenizer), tokenizer)
     fields = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(fields | change))
-    monkeypatch.setattr(export, "Transformer", lambda cfg: pytest.fail("a model was built"))
+    monkeypatch.setattr(export, "build_model", lambda cfg: pytest.fail("a model was built"))
     with pytest.raises(UserError, match="does not fit its config.json|asks for 10,000,000 layers"):
         import_hf(tmp_path)
 
