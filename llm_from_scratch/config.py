@@ -270,6 +270,7 @@ class EngineConfig(Section):
     timeout_seconds: float = Field(600.0, gt=0, description="longest wait for another rank")
     preflight: bool = Field(True, description="compare and try several ranks before the first step")
     allow_different_environments: bool = Field(False, description="go on where versions or settings differ between ranks")
+    links: Literal["none", "workstation", "nvlink", "infiniband", "roce"] = Field("none", description="NCCL settings for the links between GPUs; none: NCCL's own choice")
 
 class LogConfig(Section):
     "What the run tells of itself."

@@ -64,7 +64,7 @@ class StopRequest:
         for name, handler in self.previous.items(): signal.signal(name, handler)
 
 # %% ../nbs/07d_launch.ipynb #a3790a50
-FREE_ON_RESUME = ("eval", "log", "checkpoint", "engine.timeout_seconds", "engine.preflight", "engine.allow_different_environments", "train.num_threads", "train.micro_batch", "train.steps", "train.checkpoint_activations",
+FREE_ON_RESUME = ("eval", "log", "checkpoint", "engine.timeout_seconds", "engine.preflight", "engine.allow_different_environments", "engine.links", "train.num_threads", "train.micro_batch", "train.steps", "train.checkpoint_activations",
                   "data.prefetch_batches", "data.num_workers", "data.cache_bytes")
 
 def changed_keys(
