@@ -280,6 +280,7 @@ class EngineConfig(Section):
     sparse_experts: bool = Field(True, description="ddp: send gradients of those experts only that some rank used in the step")
     static_graph: bool = Field(False, description="ddp: each step runs the same operations, so the first one is learned")
     find_unused_parameters: bool = Field(False, description="ddp: search each step for parameters without a gradient, and allow them")
+    links: Literal["none", "workstation", "nvlink", "infiniband", "roce"] = Field("none", description="NCCL settings for the links between GPUs; none: NCCL's own choice")
 
     @property
     def zero(self) -> int: return self.zero_stage if self.kind == "deepspeed" else 0 # the stage in force

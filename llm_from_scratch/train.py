@@ -54,6 +54,7 @@ from llm_from_scratch.launch import (
     again, claim_folder, idle_options, keep_freed_memory, last_word, load_initial_weights, next_commands, remember_stop, remove_stub, repeated_stop, resolve, set_threads,
     with_own_tokenizer, write_run_folder,
 )
+from .links import apply_links
 from .mixing import mix_at, mix_notes
 from .model import Transformer, check_shapes, count_parameters, flops_per_token
 from .moe import build_model, router_report
@@ -541,6 +542,8 @@ def main(
     keep_freed_memory()
     set_deterministic(config.train.deterministic)
     try:
+        for line in apply_links(config.engine.links) if ranks.world_size > 1 else []:
+            if ranks.is_main: print(f"links        {line}", file=sys.stderr)
         open_process_group(ranks, choose_device(ranks), timeout_seconds=config.engine.timeout_seconds)
         code = hold_and_run(options, config, old, ranks)
         close_process_group()

@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -115,3 +117,40 @@ def test_a_frozen_rank_gives_no_answer_and_the_other_one_ends(ends):
 def test_slow_ranks_that_move_are_left_alone(ends):
     codes, said, files = (found["work_on"] for found in ends)
     assert codes == [DONE, DONE] and not files and "stands here" not in "".join(said)
+
+
+ONE_RANK_SLEEPS = """
+import os, time
+from llm_from_scratch import train
+from llm_from_scratch.env import run_command
+train_on = train.train_on
+def sleepy(training, batch, stop):
+    if os.environ["RANK"] == "1" and training.step == 3: time.sleep(600)
+    return train_on(training, batch, stop)
+train.train_on = sleepy
+run_command(train.main)
+"""
+
+
+@pytest.mark.slow
+def test_a_training_run_that_stands_still_ends_with_names(tmp_path):
+    pages, run_dir = tmp_path / "pages", tmp_path / "run"
+    pages.mkdir()
+    for number in range(30):
+        (pages / f"{number}.txt").write_text("".join(f"{number} times {factor} is {number * factor}\n" for factor in range(40)))
+    (tmp_path / "sleepy.py").write_text(ONE_RANK_SLEEPS)
+    options = ["--model.hidden-size", 32, "--model.num-layers", 1, "--model.num-heads", 2, "--tokenizer.vocab-size", 300, "--train.seq-len", 32, "--train.global-batch", 8,
+               "--train.micro-batch", 4, "--train.num-threads", 1, "--train.dtype", "fp32", "--optim.kind", "adamw", "--log.tensorboard", "False", "--data.path", pages,
+               "--data.val-fraction", 0.2, "--data.cache-dir", tmp_path / "cache", "--train.steps", 10, "--engine.timeout-seconds", 30, "--run-dir", run_dir]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", tmp_path / "sleepy.py", *options]
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([str(part) for part in command], env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    try:
+        out, _ = process.communicate(timeout=280)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode != 0 and f"exitcode  : {STALLED}" in out.replace("exitcode :", "exitcode  :"), out
+    line = verdict([out])
+    assert "rank 0 in all_reduce" in line and "(step 4, " in line and "agree" in line and "rank 1 has not come: step 3" in line and "sleepy" in line, line
+    assert sorted(path.name for path in run_dir.glob("stalled_*")) == ["stalled_rank_0.txt", "stalled_rank_1.txt"]
