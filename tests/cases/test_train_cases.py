@@ -324,7 +324,7 @@ def interrupt_in(function, args, number):
     return process.returncode, read + out, err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT])
 def test_a_signal_during_the_report_says_how_to_go_on(undisturbed, tmp_path, number):
     run_dir = copied(undisturbed, tmp_path)
     for name in ("report", "tensorboard"):
@@ -337,7 +337,7 @@ def test_a_signal_during_the_report_says_how_to_go_on(undisturbed, tmp_path, num
     assert (run_dir / "report" / "index.html").exists() and not (run_dir / "stopped.json").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_before_the_first_step_is_one_line(options, tmp_path, number):
     code, out, err = interrupt_in("prepare_data", [*options, "--run-dir", tmp_path / "run"], number)
     assert (code, err) == (130, f"interrupted by {number.name} outside of the steps; go on with: the same command\n")

@@ -103,7 +103,7 @@ run_command(train.main)
 """
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("rank", [pytest.param("0", marks=pytest.mark.slow), "1"])
 def test_a_mistake_of_one_rank_is_told_by_it(options, tmp_path, rank):
     script = tmp_path / "one_rank.py"
     script.write_text(ONE_RANK.replace("WRONG", repr(rank)))
@@ -126,6 +126,7 @@ run_command(train.main)
 """
 
 
+@pytest.mark.slow
 def test_a_stop_during_the_report_is_told_once_and_resumed(options, tmp_path):
     script, run_dir = tmp_path / "slow_report.py", tmp_path / "run"
     script.write_text(SLOW_REPORT)
