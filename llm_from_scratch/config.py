@@ -437,8 +437,25 @@ PRESETS: dict[str, dict] = {
         "model": dict(hidden_size=768, num_layers=12, num_heads=12, num_kv_heads=12, mlp_multiple=256, max_seq_len=1024, vocab_multiple=128),
         "tokenizer": dict(vocab_size=49152),
         "train": dict(steps=20_000, global_batch=480, micro_batch=16, seq_len=1024, deterministic=False),
-        "optim": dict(kind="adamw", lr=6e-4, warmup_steps=700),
-        "eval": dict(every_steps=500), "checkpoint": dict(every_steps=500),
+        "optim": dict(kind="adamw", lr=6e-4, warmup_steps=700), "eval": dict(every_steps=500), "checkpoint": dict(every_steps=500),
+    },
+    "ws-1b3": {
+        "model": dict(hidden_size=2048, num_layers=24, num_heads=16, num_kv_heads=16, mlp_multiple=256, max_seq_len=2048, vocab_multiple=128, positions="alibi"),
+        "tokenizer": dict(vocab_size=49152), "engine": dict(kind="deepspeed", zero_stage=2, offload="cpu"),
+        "train": dict(steps=25_000, global_batch=512, micro_batch=4, seq_len=2048, deterministic=False, compile="never", checkpoint_activations="all"),
+        "optim": dict(kind="adamw", lr=2e-4, warmup_steps=358), "eval": dict(every_steps=500), "checkpoint": dict(every_steps=500),
+    },
+    "ws-2b7": {
+        "model": dict(hidden_size=2560, num_layers=32, num_heads=32, num_kv_heads=32, mlp_multiple=256, max_seq_len=2048, vocab_multiple=128, positions="alibi"),
+        "tokenizer": dict(vocab_size=49152), "engine": dict(kind="deepspeed", zero_stage=3, offload="nvme"),
+        "train": dict(steps=50_000, global_batch=512, micro_batch=4, seq_len=2048, deterministic=False, compile="never", checkpoint_activations="all"),
+        "optim": dict(kind="adamw", lr=1.6e-4, warmup_steps=358), "eval": dict(every_steps=500), "checkpoint": dict(every_steps=500),
+    },
+    "7b": {
+        "model": dict(hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=32, intermediate_size=11008, max_seq_len=4096, vocab_multiple=128, tie_embeddings=False),
+        "tokenizer": dict(vocab_size=32000), "engine": dict(kind="deepspeed", zero_stage=3),
+        "train": dict(steps=33_000, global_batch=1024, micro_batch=2, seq_len=4096, deterministic=False, compile="never", checkpoint_activations="all"),
+        "optim": dict(kind="adamw", lr=3e-4, eps=1e-5, warmup_steps=2000), "eval": dict(every_steps=500), "checkpoint": dict(every_steps=500),
     },
     "moe-tiny": {"model": dict(num_experts=4, experts_per_token=2, intermediate_size=192)},
     "moe": {
@@ -446,8 +463,7 @@ PRESETS: dict[str, dict] = {
                       num_experts=8, experts_per_token=2),
         "tokenizer": dict(vocab_size=49152),
         "train": dict(steps=20_000, global_batch=480, micro_batch=8, seq_len=1024, deterministic=False),
-        "optim": dict(kind="adamw", lr=4e-4, warmup_steps=700),
-        "eval": dict(every_steps=500), "checkpoint": dict(every_steps=500),
+        "optim": dict(kind="adamw", lr=4e-4, warmup_steps=700), "eval": dict(every_steps=500), "checkpoint": dict(every_steps=500),
     },
 }
 
