@@ -246,6 +246,7 @@ def _mark(borders: np.ndarray, doc_ids: np.ndarray, positions: np.ndarray) -> No
     doc_ids[:] = np.repeat(np.arange(len(begins)) - np.searchsorted(begins, begins // row_len * row_len), lengths).reshape(borders.shape)
     np.subtract(_counting(borders.size).reshape(borders.shape), np.repeat(begins, lengths).reshape(borders.shape), out=positions)
 
+# %% ../nbs/02ac_row_plans.ipynb #0a311f1b
 @lru_cache(64)
 def _counting(count: int) -> np.ndarray: return np.arange(count)
 
