@@ -9,7 +9,6 @@ __all__ = ['IGNORED', 'LEAST', 'DEFAULT_WINDOW', 'Batch', 'pad_rows', 'StagingBu
            'endless']
 
 # %% ../nbs/02b_dataloader.ipynb #c5ef5030
-import mmap
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -25,7 +24,7 @@ from .env import UserError
 from .lengths import RowsByLength
 from .mixing import MixedRows, Mixture, change_shares, configured_mixture
 from .prefetch import ReadingProcesses, read_ahead
-from .row_plans import FILLER, PackedRows, Spans, Ticket, document_borders, mark_documents, plain_views, read_rows, shards_ahead
+from .row_plans import FILLER, Maps, PackedRows, Spans, Ticket, document_borders, mark_documents, plain_views, read_rows, shards_ahead
 from .token_shards import TokenShards
 
 # %% ../nbs/02b_dataloader.ipynb #6fa43d1e
@@ -126,21 +125,15 @@ def stage_documents(
     return torch.from_numpy(positions), torch.from_numpy(doc_ids)
 
 # %% ../nbs/02b_dataloader.ipynb #c0298bed
-def _mapped_bytes(shard: np.ndarray) -> int: # of the file now, also when its name is gone
-    base = shard.base
-    while base is not None and type(base) is not mmap.mmap: base = base.base
-    return shard.nbytes if base is None else base.size()
-
-# %% ../nbs/02b_dataloader.ipynb #48a918e6
 def check_sizes(
     shards: TokenShards, # mapped from files
     spans: Spans,        # about to be read
 ) -> None:
     "UserError where a shard's file is shorter than when it was opened."
     if not isinstance(shards.shards, list): return
+    maps = shards.shards if isinstance(shards.shards, Maps) else Maps(shards.shards)
     for number in set(spans.shards.tolist()):
-        expected, found = shards.shards[number].nbytes, _mapped_bytes(shards.shards[number])
-        if found < expected:
+        if (file := maps.files[number]) is not None and (found := file.size()) < (expected := maps[number].nbytes):
             first = int(spans.starts[spans.shards == number].min())
             raise UserError(f"{shards.path}/{number:05d}.bin: {found} bytes, but it had {expected} when it was opened: shard {number:05d} can't be read at token {first}; put the whole file back, or write the shards again")
 

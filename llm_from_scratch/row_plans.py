@@ -4,19 +4,20 @@
 
 # %% auto #0
 __all__ = ['FILLER', 'Spans', 'whole_rows', 'WholeRows', 'RowPlan', 'plan_rows', 'epoch_order', 'shard_windows', 'window_order',
-           'rank_rows', 'read_rows', 'plain_views', 'shard_lengths', 'document_borders', 'mark_documents',
+           'rank_rows', 'Maps', 'read_rows', 'plain_views', 'shard_lengths', 'document_borders', 'mark_documents',
            'cut_documents', 'Ticket', 'PackedRows', 'cut_in_shards', 'shards_ahead']
 
 # %% ../nbs/02ac_row_plans.ipynb #7ef51ca6
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
 
 from .env import UserError
-from .token_shards import TokenShards
+from .token_shards import TokenShards, open_shards
 
 # %% ../nbs/02ac_row_plans.ipynb #b20ae0e2
 @dataclass
@@ -154,6 +155,27 @@ def rank_rows(
     if len(mine) == batch_size: return mine.copy()
     return np.concatenate([mine, np.full(batch_size - len(mine), FILLER)])
 
+# %% ../nbs/02ac_row_plans.ipynb #e6fdf3a2
+def _file_of(shard: np.ndarray) -> mmap.mmap | None:
+    while shard is not None and type(shard) is not mmap.mmap: shard = getattr(shard, "base", None)
+    return shard
+
+# %% ../nbs/02ac_row_plans.ipynb #010af2b8
+class Maps(list):
+    "Shards as plain arrays over the same maps, which are quick to take rows from; nothing is read or copied."
+    def __init__(self,
+        shards: Sequence[np.ndarray], # mapped token arrays
+    ):
+        super().__init__(map(np.asarray, shards))
+        self.files, self.made = [_file_of(shard) for shard in self], {} # None: in memory
+
+    def windows(self,
+        length: int, # of a stretch, tokens
+    ) -> list[np.ndarray]: # of each shard: (starts, length)
+        "All stretches of one length, by their first token."
+        if length not in self.made: self.made = {length: [np.lib.stride_tricks.sliding_window_view(shard, length) if len(shard) >= length else None for shard in self]}
+        return self.made[length]
+
 # %% ../nbs/02ac_row_plans.ipynb #932fe36f
 def read_rows(
     shards: Sequence[np.ndarray], # mapped token arrays
@@ -162,19 +184,25 @@ def read_rows(
 ) -> np.ndarray:                  # `out`
     "Copy rows from the maps into a staging buffer, each token once."
     if isinstance(spans, WholeRows):
-        length, rows = out.shape[1], out[:len(spans.shards)].reshape(-1, copy=False)
-        if len(rows): np.concatenate([shards[shard][start:start + length] for shard, start in zip(spans.shards.tolist(), spans.starts.tolist())], out=rows)
+        length, places = out.shape[1], zip(spans.shards.tolist(), spans.starts.tolist())
+        windows = shards.windows(length) if isinstance(shards, Maps) else None
+        rows = [windows[shard][start] if windows else shards[shard][start:start + length] for shard, start in places]
+        if rows: np.concatenate(rows, out=out[:len(rows)].reshape(-1, copy=False))
     else:
         for row, column, shard, start, length in spans: out[row, column:column + length] = shards[shard][start:start + length]
     return out
 
 # %% ../nbs/02ac_row_plans.ipynb #83905a3f
+def _plain_again(opened: partial) -> TokenShards: return plain_views(opened())
+
+# %% ../nbs/02ac_row_plans.ipynb #fa985edf
 def plain_views(
     shards: TokenShards, # as opened
 ) -> TokenShards:        # of plain arrays over the same maps
     "Shards that are quick to slice; nothing is read or copied."
     if not isinstance(shards.shards, list): return shards
-    return replace(shards, shards=[np.asarray(shard) for shard in shards.shards], starts=[np.asarray(starts) for starts in shards.starts])
+    again = partial(_plain_again, shards.reopen or partial(open_shards, shards.path))
+    return replace(shards, shards=Maps(shards.shards), starts=[np.asarray(starts) for starts in shards.starts], reopen=again)
 
 # %% ../nbs/02ac_row_plans.ipynb #e2b591da
 def shard_lengths(
@@ -218,6 +246,7 @@ def _mark(borders: np.ndarray, doc_ids: np.ndarray, positions: np.ndarray) -> No
     doc_ids[:] = np.repeat(np.arange(len(begins)) - np.searchsorted(begins, begins // row_len * row_len), lengths).reshape(borders.shape)
     np.subtract(_counting(borders.size).reshape(borders.shape), np.repeat(begins, lengths).reshape(borders.shape), out=positions)
 
+# %% ../nbs/02ac_row_plans.ipynb #0a311f1b
 @lru_cache(64)
 def _counting(count: int) -> np.ndarray: return np.arange(count)
 
