@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['COLLECTIVES', 'ENGINES', 'sent_share', 'message_bytes', 'socket_bytes_sent', 'moment', 'seconds_between',
-           'covered_seconds', 'Call', 'Tally', 'CommTimer', 'add_step', 'timed', 'listening', 'timed_bucket',
+           'covered_seconds', 'Call', 'Tally', 'CommTimer', 'add_step', 'timed', 'places', 'listening', 'timed_bucket',
            'time_comm', 'comm_table', 'comm_figures', 'RankAccount', 'rank_account']
 
 # %% ../nbs/05f_comm_timing.ipynb #3ff4fe06
@@ -14,7 +14,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import wraps
 
@@ -55,9 +55,9 @@ def socket_bytes_sent() -> int: # since the sockets were opened, those that are 
     if sys.platform != "linux": raise UserError("sent bytes are counted on Linux only; use the formula")
     total = 0
     for name in os.listdir("/proc/self/fd"):
-        try:
-            with socket.socket(fileno=os.dup(int(name))) as copy: total += _bytes_sent(copy)
-        except OSError: continue # no socket, or closed by now
+        with suppress(FileNotFoundError): # closed by now
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(name))) as copy: total += _bytes_sent(copy)
     return total
 
 def _bytes_sent(connection: socket.socket) -> int:
@@ -197,16 +197,23 @@ def timed(
     return call_and_note
 
 # %% ../nbs/05f_comm_timing.ipynb #473e27a0
+def places() -> list[tuple[object, str, str]]: # owner, attribute, name of the collective
+    "Where collectives are looked up when they are called."
+    found = [(module, kind, kind) for module in (dist, dist.distributed_c10d) for kind in COLLECTIVES]
+    backend = getattr(sys.modules.get("deepspeed.comm.comm"), "cdb", None)
+    if backend: found += [(backend, "all_gather_function", "all_gather_into_tensor"), (backend, "reduce_scatter_function", "reduce_scatter_tensor")]
+    return found
+
 @contextmanager
 def listening(
     timer: CommTimer, # gets the calls
 ) -> Iterator[None]:
     "Note every collective that Python calls in this block."
-    found = [(module, kind, getattr(module, kind)) for module in (dist, dist.distributed_c10d) for kind in COLLECTIVES]
-    for module, kind, collective in found: setattr(module, kind, timed(timer, kind, collective))
+    found = [(owner, name, kind, getattr(owner, name)) for owner, name, kind in places()]
+    for owner, name, kind, collective in found: setattr(owner, name, timed(timer, kind, collective))
     try: yield
     finally:
-        for module, kind, collective in found: setattr(module, kind, collective)
+        for owner, name, _, collective in found: setattr(owner, name, collective)
 
 # %% ../nbs/05f_comm_timing.ipynb #64e8d3cb
 def timed_bucket(
