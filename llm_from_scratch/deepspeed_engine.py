@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['DECIDED', 'PIECES', 'deepspeed_library', 'zero_settings', 'look_up', 'agree_settings', 'check_engine', 'copy_to_cpu',
            'start_deepspeed', 'gather_weights', 'EvenBatches', 'step_together', 'check_touched', 'ZeroEngine',
-           'build_engine', 'zero_state', 'load_zero_state', 'check_cut', 'check_pieces', 'save_pieces', 'load_pieces']
+           'build_engine', 'zero_state', 'load_zero_state', 'check_cut', 'check_pieces', 'save_pieces', 'load_cut_anew',
+           'load_pieces']
 
 # %% ../nbs/05d_deepspeed_engine.ipynb #3702499a
 import copy
@@ -15,7 +16,10 @@ import math
 import os
 import shutil
 import warnings
+from argparse import Namespace
 from collections import Counter
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from types import ModuleType
 
@@ -29,7 +33,7 @@ from .artifacts import _temporary_sibling, read_json
 from .clipping import Clipper, limit_and_learn
 from .config import Config, merge
 from .dataloader import IGNORED, Batch
-from .distributed import Engine, broadcast_object, gather_objects, next_token_loss, own_losses, plan_batch, prepare
+from .distributed import Engine, barrier, broadcast_object, gather_objects, next_token_loss, own_losses, plan_batch, prepare
 from .env import Ranks, UserError
 from .optim import parameter_names
 from .precision import LossScaler
@@ -75,6 +79,7 @@ DECIDED = { # place in DeepSpeed's JSON -> our option that decides it
     "zero_optimization.offload_optimizer.device": "engine.offload", "zero_optimization.offload_optimizer.nvme_path": "engine.nvme_path",
 }
 
+# %% ../nbs/05d_deepspeed_engine.ipynb #6f6d6356
 def look_up(
     settings: dict, # nested
     place: str,     # keys joined by dots
@@ -84,6 +89,10 @@ def look_up(
     return settings
 
 # %% ../nbs/05d_deepspeed_engine.ipynb #142f1ba5
+def _without_auto(settings: dict) -> dict:
+    return {key: _without_auto(value) if isinstance(value, dict) else value for key, value in settings.items() if value != "auto"}
+
+# %% ../nbs/05d_deepspeed_engine.ipynb #196da850
 def agree_settings(
     ours: dict,   # from `zero_settings`
     theirs: dict, # the user's JSON
@@ -97,9 +106,6 @@ def agree_settings(
         given, mine = look_up(theirs, place), look_up(ours, place)
         if given not in (None, "auto", mine): raise UserError(f"{where} says {place} {given}, the run's {option} makes it {mine}; change one, or leave it out of the file")
     return merge(ours, _without_auto(theirs))
-
-def _without_auto(settings: dict) -> dict:
-    return {key: _without_auto(value) if isinstance(value, dict) else value for key, value in settings.items() if value != "auto"}
 
 # %% ../nbs/05d_deepspeed_engine.ipynb #700f5201
 def check_engine(
@@ -154,10 +160,7 @@ def gather_weights(
 class EvenBatches:
     "The batches of a loader, and empty ones until every rank has had as many."
 
-    def __init__(
-        self,
-        loader,  # of this rank; all ranks iterate together
-    ):
+    def __init__(self, loader): # all ranks iterate together, each over its own
         self.loader, self.document_mask = loader, getattr(loader, "document_mask", True)
 
     def __iter__(self):
@@ -279,10 +282,9 @@ def check_cut(
     state: dict, # of the engine in a checkpoint
     cut: dict,   # stage and ranks of this run
 ) -> None:
-    "UserError naming both numbers of ranks, or both stages."
+    "UserError naming both engines or both stages."
     saved, way = state.get("cut"), "or start a new run from its weights with --train.init-from"
     if saved is None: raise UserError(f"the checkpoint is of engine.kind ddp, this run's is deepspeed; take the former, {way}")
-    if saved["ranks"] != cut["ranks"]: raise UserError(f"the checkpoint was written by {saved['ranks']} ranks, this run has {cut['ranks']}: ZeRO's pieces fit {saved['ranks']} only; start as many, {way}")
     if saved["stage"] != cut["stage"]: raise UserError(f"the checkpoint is of ZeRO-{saved['stage']}, this run of ZeRO-{cut['stage']}; set engine.zero_stage {saved['stage']}, {way}")
 
 
@@ -290,13 +292,19 @@ def check_pieces(
     path: str | Path, # a checkpoint, before anything is built
     config: Config,   # resolved
     ranks: Ranks,     # of this run
-) -> None:
-    "UserError as `check_cut`, from a checkpoint's own words."
-    if config.engine.zero: check_cut(read_json(Path(path, "train_state.json"))["entries"]["engine"]["value"], {"stage": config.engine.zero, "ranks": ranks.world_size})
+) -> list[str]:       # what the user should know
+    "UserError as `check_cut`, from a checkpoint's own words, or where its pieces would have to be cut anew and can't."
+    if not config.engine.zero: return []
+    state, now = read_json(Path(path, "train_state.json"))["entries"]["engine"]["value"], ranks.world_size
+    check_cut(state, {"stage": config.engine.zero, "ranks": now})
+    if (before := state["cut"]["ranks"]) == now: return []
+    if config.engine.offload == "nvme": raise UserError(f"the checkpoint was written by {before} ranks, this run has {now}, and moments on NVMe can't be cut anew; start {before}, or a new run from its weights with --train.init-from")
+    return [f"the checkpoint was written by {before} ranks: its pieces are cut anew for {now}"]
 
 # %% ../nbs/05d_deepspeed_engine.ipynb #682700bf
 PIECES = "deepspeed" # folder within a checkpoint, of DeepSpeed's own files
 
+# %% ../nbs/05d_deepspeed_engine.ipynb #0253b501
 def save_pieces(
     engine: ZeroEngine,  # all ranks call this
     folder: Path,        # a run's checkpoints/, on storage that all ranks share
@@ -316,6 +324,27 @@ def save_pieces(
     return draft / PIECES
 
 # %% ../nbs/05d_deepspeed_engine.ipynb #da0ba28f
+def load_cut_anew(
+    engine: ZeroEngine, # all ranks call this
+    path: Path,         # a checkpoint of another number of ranks, on storage that all ranks share
+) -> None:
+    "Let rank 0 put the pieces together in DeepSpeed's universal form, and every rank take its new ones; UserError where that fails."
+    convert = importlib.import_module("deepspeed.checkpoint.ds_to_universal").main
+    draft, problem = Path(broadcast_object(str(_temporary_sibling(path.parent / PIECES)))), None
+    wanted = Namespace(input_folder=str(path / PIECES), output_folder=str(draft / PIECES), num_extract_workers=1, num_merge_workers=1,
+                       keep_temp_folder=False, strict=True, inject_missing_state=True)
+    try:
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            if dist.get_rank() == 0: convert(wanted)
+    except (OSError, RuntimeError, ValueError, AssertionError) as error: problem = f"{path}: its pieces can't be cut anew for {dist.get_world_size()} ranks: {' '.join(str(error).split())}"
+    if problem := broadcast_object(problem): raise UserError(problem)
+    engine.zero._config.load_universal_checkpoint = True
+    try: engine.zero.load_checkpoint(str(draft), tag=PIECES, load_lr_scheduler_states=False)
+    finally: engine.zero._config.load_universal_checkpoint = False
+    for moments in engine.optimizer.state.values(): moments["step"] = moments["step"].clone() # stage 3 hands one counter to all groups, and each would advance it
+    barrier()
+    if dist.get_rank() == 0: shutil.rmtree(draft)
+
 def load_pieces(
     engine: ZeroEngine, # all ranks call this; it has taken the state already
     path: Path,         # a checkpoint that has been verified
@@ -323,5 +352,6 @@ def load_pieces(
     "Read back what `save_pieces` wrote, by as many ranks; UserError where the checkpoint has no pieces."
     if not Path(path, PIECES).is_dir(): raise UserError(f"{path} holds no state of DeepSpeed's; resume from a full checkpoint")
     options = [{key: value for key, value in group.items() if key != "params"} for group in engine.optimizer.param_groups]
-    engine.zero.load_checkpoint(str(path), tag=PIECES, load_lr_scheduler_states=False)
+    if len(list(Path(path, PIECES).glob("*optim_states.pt"))) == dist.get_world_size(): engine.zero.load_checkpoint(str(path), tag=PIECES, load_lr_scheduler_states=False)
+    else: load_cut_anew(engine, Path(path))
     for group, kept in zip(engine.optimizer.param_groups, options): group.update(kept)

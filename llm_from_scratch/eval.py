@@ -70,7 +70,7 @@ def count_words(
     return len(text.split())
 
 # %% ../nbs/07_eval.ipynb #fba08913
-@torch.inference_mode()
+@torch.no_grad() # not inference_mode: the weights that ZeRO-3 gathers would stay unfit for training
 def evaluate_loader(
     model: nn.Module,       # a Transformer
     loader: TokenLoader,    # one iteration is what gets scored; an iterable of Batch does

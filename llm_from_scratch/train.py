@@ -502,7 +502,7 @@ def run(
     check_memory(config, config.model.vocab_size or config.tokenizer.vocab_size, ranks, choose_device(ranks))
     start = broadcast_object(checkpoint_to_resume(run_dir, resume_from, config.checkpoint.require_signature) if ranks.is_main else None)
     notes = [*idle_options(config), *(check_resume(old, config, checkpoint_step(start) if start else 0, allow) if old else [])]
-    if start: check_pieces(start, config, ranks)
+    if start: notes += check_pieces(start, config, ranks)
     data = prepare_data(with_own_tokenizer(config, old, run_dir))
     if resume_from: check_same_data(run_dir, data.manifests)
     training = build_training(config, data, ranks, is_new=not start)

@@ -122,6 +122,29 @@ def test_every_type_recomputation_and_offload_train_as_under_ddp(stage):
         assert zero[1] == pytest.approx(ddp[1], rel=2e-2 if name == "weights" else 1e-3), name
 
 
+def first_half(ranks, folder, stage, own):
+    engine = make(ranks, stage, own=own)
+    train(engine, ranks, range(3))
+    return save(engine, folder, 3), train(engine, ranks, range(3, 6))
+
+
+def second_half(ranks, path, stage, own):
+    engine = make(ranks, stage, own=own)
+    load(engine, path)
+    return train(engine, ranks, range(3, 6))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ckpt_6_another_number_of_ranks_goes_on_with_the_same_curve(tmp_path, stage):
+    own = tmp_path / "ds.json"
+    own.write_text(json.dumps({"zero_optimization": {"stage3_param_persistence_threshold": 0}}))
+    path, expected = run_ranks(first_half, 2, tmp_path / "checkpoints", stage, own, timeout_seconds=150)[0]
+    for num_ranks in (1, 3):
+        found = run_ranks(second_half, num_ranks, path, stage, own, timeout_seconds=150)[0]
+        assert found[0] == pytest.approx(expected[0], rel=1e-6) and found[1] == pytest.approx(expected[1], rel=1e-6)
+
+
 def overflow(ranks, stage):
     "Step 2 overflows on rank 1."
     seen = []
@@ -163,11 +186,17 @@ def test_ckpt_6_training_under_torchrun_from_start_to_resume(options, tmp_path, 
     whole = losses(tmp_path / "zero")
     assert whole == pytest.approx(losses(tmp_path / "ddp"), rel=1e-5) and list(whole) == list(range(1, 7))
     shutil.rmtree(tmp_path / "zero" / "checkpoints" / "step_00000006")
-    code, out = finish(command(1, "--run-dir", tmp_path / "zero", "--resume", "auto"))
-    assert code != 0 and len(errors(out)) == 1 and "written by 2 ranks, this run has 1" in out, out
+    shutil.copytree(tmp_path / "zero", tmp_path / "alone")
+    other = ["--resume", "auto", "--allow-change", "engine.zero_stage", "--engine.zero-stage", 1]
+    code, out = finish(command(2, "--run-dir", tmp_path / "zero", *other))
+    assert code != 0 and len(errors(out)) == 1 and f"is of ZeRO-{stage}, this run of ZeRO-1" in out, out
     code, out = finish(command(2, "--run-dir", tmp_path / "zero", "--resume", "auto"))
     assert code == 0, out
     assert losses(tmp_path / "zero") == whole
+    code, out = finish(command(1, "--run-dir", tmp_path / "alone", "--resume", "auto"))
+    assert code == 0 and "the checkpoint was written by 2 ranks: its pieces are cut anew for 1" in out, out
+    assert losses(tmp_path / "alone") == pytest.approx(whole, rel=1e-5)
+    assert not [path for path in (tmp_path / "alone" / "checkpoints").iterdir() if path.name.startswith(".")]
     run = load_run(tmp_path / "zero")
     assert run.step == 6 and all(bool(weight.isfinite().all()) for weight in run.model.parameters())
 
