@@ -19,10 +19,10 @@ forks = multiprocessing.get_context("forkserver")
 
 
 @contextmanager
-def server_with_torch():
+def server_with_torch(preload=("torch._dynamo", "llm_from_scratch.distributed")):  # the first optimizer or DDP imports dynamo: seconds a process
     "Ranks fork from a server of their own; one that other tests have started would leave every rank to import torch."
     forkserver._forkserver._stop()
-    forks.set_forkserver_preload(["torch._dynamo", "llm_from_scratch.distributed"])  # the first optimizer or DDP imports dynamo: seconds a process
+    forks.set_forkserver_preload(list(preload))
     yield
     forkserver._forkserver._stop()
     forks.set_forkserver_preload(["__main__"])  # as Python has it
