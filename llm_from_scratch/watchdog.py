@@ -169,9 +169,10 @@ class Watchdog:
     def watch(self):
         "Look until the end; runs in a thread of its own."
         still = Standstill()
-        with suppress(ValueError, RuntimeError): # the group or its store was closed: nothing is left to watch
-            while not self.over.wait(self.poll_seconds):
-                if still.seconds(read_recorder(entries=False)) > self.limit_seconds or self.store.check([ALARM]): end_stalled(self)
+        while not self.over.wait(self.poll_seconds):
+            try: is_stalled = still.seconds(read_recorder(entries=False)) > self.limit_seconds or self.store.check([ALARM])
+            except (ValueError, RuntimeError): return # the group or its store was closed: nothing is left to watch
+            if is_stalled: end_stalled(self)
 
 # %% ../nbs/05ha_watchdog.ipynb #2598a0d7
 def gather_places(
