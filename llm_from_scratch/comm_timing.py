@@ -261,12 +261,12 @@ def comm_table(
 # %% ../nbs/05f_comm_timing.ipynb #da77b128
 def comm_figures(
     rows: list[dict], # of metrics.jsonl
-) -> dict[str, float]: # empty where nothing was timed
+) -> dict[str, str | int]: # empty where nothing was timed
     "The share of the training steps in communication, and bytes a rank sent."
     timed_rows = [row for row in rows if row.get("comm_share")]
     if not timed_rows: return {}
     steps_seconds = sum(row["comm_seconds"] / row["comm_share"] for row in timed_rows)
-    return {"of the steps between ranks": sum(row["comm_seconds"] for row in timed_rows) / steps_seconds, "bytes sent by a rank": sum(row["comm_bytes"] for row in timed_rows)}
+    return {"time between ranks": f"{sum(row['comm_seconds'] for row in timed_rows) / steps_seconds:.1%} of the steps", "bytes sent by a rank": sum(row["comm_bytes"] for row in timed_rows)}
 
 # %% ../nbs/05f_comm_timing.ipynb #b073a46c
 @dataclass(frozen=True)

@@ -55,6 +55,8 @@ def test_two_ranks_give_the_curve_of_one(options, tmp_path):
     assert "8 rows asked for = 4 a micro-batch x 1 accumulated x 2 ranks" in out
     summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("1", "2")]
     assert summaries[1]["val_loss"] == pytest.approx(summaries[0]["val_loss"], rel=1e-5)
+    rows = [json.loads(line) for line in (tmp_path / "2" / "metrics.jsonl").read_text().splitlines()]
+    assert all(0 < row["comm_share"] < 1 and row["comm_bytes"] > 0 for row in rows) and "Between ranks" in out
 
 
 def test_a_stop_reaches_all_ranks_and_is_not_restarted(options, tmp_path):
