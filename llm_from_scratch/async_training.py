@@ -115,6 +115,10 @@ class LocalSGD:
 
     @property
     def model(self): return self.engine.model
+    @property
+    def optimizer(self): return self.engine.optimizer # the inner one
+    @property
+    def skipped(self): return self.engine.skipped
     def train_step(self, batches: list[Batch], *, stop: bool = False) -> StepResult: return local_step(self, batches, stop=stop)
     def state_dict(self) -> dict: return local_state(self)
     def load_state_dict(self, state: dict) -> None: load_local_state(self, state)
