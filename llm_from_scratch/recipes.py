@@ -78,6 +78,8 @@ def recipe_config(
     preset = load_preset(recipe.preset)
     return build_config(preset, {"model": {"vocab_size": preset["tokenizer"]["vocab_size"]}}, sections)
 
+def _count(config: Config) -> int: return sum(math.prod(shape) for shape in stored_shapes(config.model).values())
+
 # %% ../nbs/09a_recipes.ipynb #cfcb8071
 def build_on_meta(
     config: Config,  # with model.vocab_size
@@ -122,7 +124,7 @@ def check_json(
     plan_batch(config.train.global_batch, config.train.micro_batch, recipe.world_size)
     check_engine(config)
     if config.engine.kind != "deepspeed": return None
-    settings = zero_settings(config, recipe.world_size, sum(math.prod(shape) for shape in stored_shapes(config.model).values()))
+    settings = zero_settings(config, recipe.world_size, _count(config))
     alone = settings | {"train_batch_size": settings["train_batch_size"] // recipe.world_size} # its reader knows one process
     try: deepspeed_library().DeepSpeedConfig(alone)
     except (ValueError, AssertionError) as error: raise UserError(f"DeepSpeed refuses the settings of {recipe.preset}: {' '.join(str(error).split())}") from error
@@ -198,7 +200,7 @@ def recipe_table(
     "A recipe, its reasons and its memory as a table."
     config = recipe_config(recipe)
     table = Table(title=f"{recipe.preset}: {recipe.num_machines} x {recipe.cards_a_machine} cards, {recipe.card}", title_justify="left", show_header=False)
-    table.add_row("parameters", f"{check_name(recipe):,}")
+    table.add_row("parameters", f"{_count(config):,}")
     table.add_row("a step", f"{config.train.global_batch * config.train.seq_len:,} tokens: {config.train.micro_batch} rows of {config.train.seq_len:,} a forward pass, "
                   f"{plan_batch(config.train.global_batch, config.train.micro_batch, recipe.world_size)} accumulated, on {recipe.world_size} ranks")
     for what, why in recipe.reasons.items(): table.add_row(what, why)
