@@ -1,4 +1,4 @@
-"""What does not waiting cost? Two workers on the standard library: DDP, a parameter server and DiLoCo at equal tokens.
+"""What does not waiting cost? Two workers on the standard library: DDP, ZeRO-2, a parameter server and DiLoCo at equal tokens.
 
     python benchmarks/parameter_server.py [--steps 200] [--seeds 0 1 2] [--only NAME...]
 
@@ -20,8 +20,10 @@ import torch
 import torch.distributed as dist
 
 from llm_from_scratch.async_training import LocalSGD, ParameterServer, Worker, outer_step
-from llm_from_scratch.config import build_config
+from llm_from_scratch.comm_timing import time_comm
+from llm_from_scratch.config import EngineConfig, build_config
 from llm_from_scratch.dataloader import TokenLoader, endless
+from llm_from_scratch.deepspeed_engine import build_engine
 from llm_from_scratch.distributed import next_token_loss, prepare
 from llm_from_scratch.env import Ranks, open_process_group, read_ranks, seed_everything
 from llm_from_scratch.eval import evaluate_loader
@@ -30,11 +32,12 @@ from llm_from_scratch.optim import Schedule, build_optimizer, set_lr
 from llm_from_scratch.train import prepare_data
 
 RESULTS = Path(__file__).parent / "results" / "parameter_server.jsonl"
-CPU, ROWS, PAUSE_SECONDS = torch.device("cpu"), 8, 1.0
+CPU, ROWS, PAUSE_SECONDS, ZERO_2 = torch.device("cpu"), 8, 1.0, EngineConfig(kind="deepspeed", zero_stage=2)
 SMALL = {"model": dict(hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, max_seq_len=64), "tokenizer": dict(vocab_size=512, train_bytes=2_000_000),
          "data": dict(document_mask=False, val_fraction=0.004), "train": dict(seq_len=64), "optim": dict(kind="adamw")}
 VARIANTS = {
     "DDP": dict(kind="ddp"),
+    "ZeRO-2": dict(kind="zero"),
     **{f"server, bound {bound}": dict(kind="server", bound=bound) for bound in (0, 4, 16)},
     **{f"DiLoCo, H {every}": dict(kind="local", every_steps=every) for every in (1, 10, 50)},
     **{f"averaging, H {every}": dict(kind="local", every_steps=every, outer_lr=1.0, outer_momentum=0.0) for every in (1, 10, 50)},
@@ -62,7 +65,9 @@ def train(variant, config, steps, seed):
     model = build_model(config.model)
     optimizer = build_optimizer(model, config.optim)
     loss = lambda wrapped, batch: next_token_loss(wrapped, batch, document_mask=False)
-    engine = prepare(model, optimizer, ranks=ranks if kind == "ddp" else Ranks(), device=CPU, dtype=torch.float32, loss=loss)
+    if kind == "zero": engine = build_engine(config.model_copy(update={"engine": ZERO_2}), model, optimizer, ranks=ranks, device=CPU, dtype=torch.float32, loss=loss)
+    else: engine = prepare(model, optimizer, ranks=ranks if kind == "ddp" else Ranks(), device=CPU, dtype=torch.float32, loss=loss)
+    timer = time_comm(engine) if kind == "zero" else None
     workers = ranks.world_size - (kind == "server")
     steps = 2 * steps // workers
     place = ranks.rank - (kind == "server")
@@ -77,11 +82,12 @@ def train(variant, config, steps, seed):
         return {"val_loss": total / count, "updates": server.updates, "missed": len(server.missed), "staleness": dict(sorted(server.staleness.items()))}
     if kind == "server": actor = Worker(engine, group)
     elif kind == "local": actor = LocalSGD(engine, group, **{key: value for key, value in variant.items() if key not in ("kind", "pauses")})
-    else: actor = engine; engine.wrapped.register_comm_hook(tally, talk)
+    else: actor = engine
+    if kind == "ddp": engine.wrapped.register_comm_hook(tally, talk)
     loader, losses, pauses = TokenLoader(data.train, batch_size=ROWS, seq_len=64, rank=place, world_size=workers, seed=seed, document_mask=False), [], random.Random(place)
     for step, batch in enumerate(endless(loader), 1):
-        if kind != "server": set_lr(optimizer, step - 1, schedule)
-        if kind == "ddp":
+        if kind != "server": set_lr(engine.optimizer, step - 1, schedule)
+        if kind in ("ddp", "zero"):
             before = time.perf_counter()
             dist.barrier()  # the engine's first small sum would wait here for a late rank, unseen
             tally["seconds"] += time.perf_counter() - before
@@ -90,8 +96,9 @@ def train(variant, config, steps, seed):
         if variant.get("killed") and ranks.rank == 1 and step == steps // 2: os._exit(9)
         if step == steps: break
     seconds = time.perf_counter() - began
-    talking = tally["seconds"] if kind == "ddp" else actor.seconds["talking"]
-    sent = tally["payload_bytes"] if kind == "ddp" else actor.payload_bytes
+    if timer: tally += Counter(seconds=timer.window()["comm_seconds"], payload_bytes=sum(heard.message_bytes for heard in timer.tallies.values()))
+    talking = tally["seconds"] if kind in ("ddp", "zero") else actor.seconds["talking"]
+    sent = tally["payload_bytes"] if kind in ("ddp", "zero") else actor.payload_bytes
     if kind == "server": actor.close()
     if kind == "local" and steps % variant["every_steps"]: outer_step(actor)
     row = {"losses": losses, "seconds": seconds, "talking": talking, "payload_bytes": sent}
