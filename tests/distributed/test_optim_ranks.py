@@ -69,3 +69,17 @@ def test_all_ranks_take_the_same_decision_to_skip(dtype):
     assert [row[:3] for row in first[0]] == [row[:3] for row in second[0]] and first[1:] == second[1:]
     assert "first.weight" in reasons[1] and reasons[3] == "gradient norm is nan: second.weight on rank 1" and set(first[3].values()) == {4}
     if dtype == torch.float16: assert scales == (1024.0, 512.0, 512.0, 256.0, 256.0, 256.0)
+
+
+def bf16_weights(ranks):
+    "Each rank sees inputs of its own, so that weights stay equal only while gradients travel."
+    torch.manual_seed(0)
+    model, optim = Line().to(torch.bfloat16), OptimConfig(kind="adamw", lr=0.01)
+    def loss(wrapped, batch): return wrapped(torch.full((1, 4), 1.0 + ranks.rank, dtype=torch.bfloat16)).float().square().sum()
+    engine = prepare(model, build_optimizer(model, optim), ranks=ranks, device=CPU, dtype=torch.bfloat16, loss=loss)
+    return [(engine.train_step([batch(step)]).grad_norm, parameter_hashes(model)) for step in range(4)]
+
+
+def test_gradients_of_bf16_weights_travel_at_every_step():
+    first, second = run_ranks(bf16_weights, 2)
+    assert first == second
