@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['DECIDED', 'PIECES', 'deepspeed_library', 'zero_settings', 'look_up', 'agree_settings', 'check_engine', 'copy_to_cpu',
-           'start_deepspeed', 'gather_weights', 'EvenBatches', 'step_together', 'check_touched', 'ZeroEngine',
-           'build_engine', 'zero_state', 'load_zero_state', 'check_cut', 'check_pieces', 'save_pieces', 'load_cut_anew',
-           'load_pieces']
+           'deepspeed_muon', 'start_deepspeed', 'gather_weights', 'EvenBatches', 'step_together', 'written_muon',
+           'check_touched', 'ZeroEngine', 'build_engine', 'zero_state', 'load_zero_state', 'check_cut', 'check_pieces',
+           'save_pieces', 'load_cut_anew', 'load_pieces']
 
 # %% ../nbs/05d_deepspeed_engine.ipynb #3702499a
 import copy
@@ -18,7 +18,7 @@ import shutil
 import warnings
 from argparse import Namespace
 from collections import Counter
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from types import ModuleType
@@ -35,7 +35,7 @@ from .config import Config, merge
 from .dataloader import IGNORED, Batch
 from .distributed import Engine, barrier, broadcast_object, gather_objects, next_token_loss, own_losses, plan_batch, prepare
 from .env import Ranks, UserError
-from .optim import parameter_names
+from .optim import MuonWithAdamW, parameter_names
 from .precision import LossScaler
 
 # %% ../nbs/05d_deepspeed_engine.ipynb #47f4d0d0
@@ -66,7 +66,7 @@ def zero_settings(
     return {
         "train_batch_size": train.global_batch, "gradient_accumulation_steps": accumulation,
         "train_micro_batch_size_per_gpu": train.global_batch // world_size // accumulation,
-        "gradient_clipping": config.optim.max_grad_norm, "fp16": {"enabled": False},
+        "gradient_clipping": 0.0 if config.optim.kind == "muon" else config.optim.max_grad_norm, "fp16": {"enabled": False},
         "bf16": {"enabled": train.weights == "bf16", "check_grad_overflow": True}, "zero_optimization": zero,
         "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "steps_per_print": None,
     }
@@ -110,16 +110,18 @@ def agree_settings(
 # %% ../nbs/05d_deepspeed_engine.ipynb #700f5201
 def check_engine(
     config: Config, # resolved
-) -> None:          # silent where DeepSpeed can do it
+) -> list[str]:     # what the user should know
     "UserError for options of the engine that can't be combined."
     engine, stage = config.engine, config.engine.zero
     asked = engine.offload != "none" or engine.deepspeed_config
     if asked and not stage: raise UserError("engine.offload and engine.deepspeed_config need engine.kind deepspeed and engine.zero_stage 1, 2 or 3")
-    if stage and config.optim.kind == "muon":
-        raise UserError(f"optim.kind muon needs whole matrices, ZeRO-{stage} cuts them; use optim.kind adamw, or engine.kind ddp")
+    is_muon = stage > 0 and config.optim.kind == "muon"
+    if is_muon and (stage == 3 or engine.offload != "none"):
+        raise UserError(f"optim.kind muon needs whole matrices, ZeRO-{stage}{' with offload' * (stage < 3)} cuts them; use optim.kind adamw, or engine.zero_stage 1 or 2 without offload")
     if engine.offload == "nvme" and stage < 3: raise UserError(f"engine.offload nvme needs engine.zero_stage 3, not {stage}; cpu works in every stage")
     if engine.offload == "nvme" and not engine.nvme_path: raise UserError("engine.offload nvme needs engine.nvme_path, a folder on a local disk")
     if stage: deepspeed_library()
+    return ["DeepSpeed's Muon: no gradient is clipped, and the norm told is that of its directions"] if is_muon else []
 
 # %% ../nbs/05d_deepspeed_engine.ipynb #b2e6c01b
 def copy_to_cpu(
@@ -129,6 +131,21 @@ def copy_to_cpu(
     memo = {id(p): nn.Parameter(p.detach().to("cpu", torch.float32, copy=True), requires_grad=p.requires_grad) for p in model.parameters()}
     memo |= {id(b): b.detach().to("cpu", copy=True) for b in model.buffers()}
     return copy.deepcopy(model, memo)
+
+# %% ../nbs/05d_deepspeed_engine.ipynb #2f06b85e
+def deepspeed_muon(
+    model: nn.Module,        # whose parameters are marked for DeepSpeed
+    optimizer: MuonWithAdamW,# ours
+):                           # DeepSpeed's, with the groups of ours
+    "Exchange our Muon for one that orthogonalizes before the gradients are cut."
+    kept = ("params", "name", "lr", "peak_lr", "floor_lr", "weight_decay", "momentum", "betas", "eps")
+    groups = []
+    for part, inner in optimizer.parts.items():
+        for group in inner.param_groups:
+            for p in group["params"]: p.use_muon = part == "muon"
+            groups.append({key: group[key] for key in kept if key in group} | {"use_muon": part == "muon"} | ({"ns_method": "standard"} if part == "muon" else {}))
+            if part == "muon": groups[-1].pop("eps", None)
+    return importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer").MuonWithAuxAdam(groups)
 
 # %% ../nbs/05d_deepspeed_engine.ipynb #41f0dc75
 def start_deepspeed(
@@ -175,14 +192,19 @@ def step_together(
     "Measure, agree, clip and move, by DeepSpeed; the first step raises UserError for a parameter without a gradient."
     if engine.hooks: check_touched(engine)
     zero, clipper = engine.zero, engine.clipper
-    zero.optimizer.clip_grad = clipper.max_norm
-    zero.step()
+    if zero.gradient_clipping(): zero.optimizer.clip_grad = clipper.max_norm
+    with written_muon(zero): zero.step()
     norm = float(zero.get_global_grad_norm())
     if engine.scaler: engine.scaler.update(not math.isfinite(norm))
     if math.isfinite(norm):
         clipper.norm = torch.tensor(norm)
         limit_and_learn(clipper)
     return norm
+
+def written_muon(zero): # context: on a CPU, DeepSpeed's Muon is not compiled
+    "What surrounds backward and step; for any other optimizer, nothing."
+    is_muon = type(zero.basic_optimizer).__name__ == "MuonWithAuxAdam" and zero.device.type == "cpu"
+    return torch.compiler.set_stance("force_eager") if is_muon else nullcontext()
 
 def check_touched(
     engine,             # a ZeroEngine after its first backward
@@ -215,7 +237,7 @@ class ZeroEngine(Engine):
         zero.optimizer.clear_backward_seen_flag()
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32): loss = self.loss(self.model, batch)
         if self.scaler: zero.optimizer.loss_scaler.cur_scale = self.scaler.scale
-        zero.backward((loss + own_losses(self.model, batch)) * scale, scale_wrt_gas=False)
+        with written_muon(zero): zero.backward((loss + own_losses(self.model, batch)) * scale, scale_wrt_gas=False)
         return loss.detach()
 
     def step(self) -> float: return step_together(self)
@@ -260,7 +282,9 @@ def build_engine(
         if p.requires_grad and name not in known: raise UserError(f"parameter {name!r} is not in the optimizer: create it in __init__, before the optimizer")
     if compile and config.engine.zero < 3: model.compile()
     if dtype != torch.float16: options["scaler"] = None
-    return ZeroEngine(model, start_deepspeed(model, getattr(optimizer, "inner", optimizer), settings), plain, **options)
+    optimizer = getattr(optimizer, "inner", optimizer)
+    if isinstance(optimizer, MuonWithAdamW): optimizer = deepspeed_muon(model, optimizer)
+    return ZeroEngine(model, start_deepspeed(model, optimizer, settings), plain, **options)
 
 # %% ../nbs/05d_deepspeed_engine.ipynb #b1ed7fb4
 def zero_state(engine: ZeroEngine) -> dict: # not the moments, which lie in the pieces
@@ -298,7 +322,8 @@ def check_pieces(
     state, now = read_json(Path(path, "train_state.json"))["entries"]["engine"]["value"], ranks.world_size
     check_cut(state, {"stage": config.engine.zero, "ranks": now})
     if (before := state["cut"]["ranks"]) == now: return []
-    if config.engine.offload == "nvme": raise UserError(f"the checkpoint was written by {before} ranks, this run has {now}, and moments on NVMe can't be cut anew; start {before}, or a new run from its weights with --train.init-from")
+    kind = "moments on NVMe" if config.engine.offload == "nvme" else "Muon's momenta" if config.optim.kind == "muon" else None
+    if kind: raise UserError(f"the checkpoint was written by {before} ranks, this run has {now}, and {kind} can't be cut anew; start {before}, or a new run from its weights with --train.init-from")
     return [f"the checkpoint was written by {before} ranks: its pieces are cut anew for {now}"]
 
 # %% ../nbs/05d_deepspeed_engine.ipynb #682700bf

@@ -496,12 +496,12 @@ def run(
     console = console or Console(quiet=not ranks.is_main, soft_wrap=True, markup=False)
     claim_folder(run_dir, resume_from)
     if old: check_run_folder(run_dir)
-    check_engine(config)
+    asked = check_engine(config)
     check_readers(config.data.num_workers, ranks)
     if ranks.is_main: check_saving(run_dir, config.checkpoint)
     check_memory(config, config.model.vocab_size or config.tokenizer.vocab_size, ranks, choose_device(ranks))
     start = broadcast_object(checkpoint_to_resume(run_dir, resume_from, config.checkpoint.require_signature) if ranks.is_main else None)
-    notes = [*idle_options(config), *(check_resume(old, config, checkpoint_step(start) if start else 0, allow) if old else [])]
+    notes = [*idle_options(config), *asked, *(check_resume(old, config, checkpoint_step(start) if start else 0, allow) if old else [])]
     if start: notes += check_pieces(start, config, ranks)
     data = prepare_data(with_own_tokenizer(config, old, run_dir))
     if resume_from: check_same_data(run_dir, data.manifests)
