@@ -228,6 +228,7 @@ def test_checkpoints_that_are_all_damaged_are_not_trained_over(options, tmp_path
         train.main(["--run-dir", str(run_dir), "--resume", "auto"])
 
 
+@pytest.mark.slow
 def test_a_run_dir_that_is_a_file_is_one_line(options, tmp_path):
     (tmp_path / "file").write_text("")
     code, out, err = finish(start([*options, "--run-dir", tmp_path / "file"]))
@@ -235,6 +236,7 @@ def test_a_run_dir_that_is_a_file_is_one_line(options, tmp_path):
     assert err.startswith("error: ") and err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_brackets_in_the_folder_name_are_printed(options, tmp_path):
     code, out, err = finish(start([*options, "--train.steps", "2", "--run-dir", tmp_path / "a [bold]run"]))
     assert code == 0, err

@@ -33,7 +33,7 @@ from llm_from_scratch.env import UserError
 from llm_from_scratch.state_trees import capture_rng
 
 ROOT = Path(__file__).resolve().parents[2]
-NUM_KILLS = 15
+NUM_KILLS = 8
 
 
 def net_of(step):
