@@ -32,7 +32,7 @@ def why_not_attention(
     v: torch.Tensor,  # (B, G, Tk, K)
 ) -> str | None:      # in words; none: they can run
     "Why flash attention can't take these tensors."
-    if q.shape[1] % k.shape[1]:
+    if not k.shape[1] or q.shape[1] % k.shape[1]:
         return f"{q.shape[1]} query heads can't share {k.shape[1]} key heads: num_heads must be divisible by num_kv_heads"
     if not 16 <= q.shape[3] <= 256:
         return f"flash attention takes head widths from 16 to 256, not {q.shape[3]}"

@@ -141,6 +141,22 @@ def _backward(ctx, do, _):
 flash_forward.register_autograd(_backward, setup_context=_save)
 
 
+def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None, doc_ids: torch.Tensor | None) -> None:
+    "Raise ValueError where queries, keys, values, slopes or documents don't fit together."
+    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
+        raise ValueError(f"queries {tuple(q.shape)}, keys {tuple(k.shape)} and values {tuple(v.shape)} don't fit: "
+                         "(B, H, Tq, K), (B, G, Tk, K) and (B, G, Tk, K) are wanted")
+    if slopes is not None and slopes.shape != q.shape[1:2]:
+        raise ValueError(f"slopes {tuple(slopes.shape)} don't fit queries {tuple(q.shape)}: one each head is wanted")
+    if doc_ids is None:
+        return
+    if doc_ids.shape != (k.shape[0], k.shape[2]):
+        raise ValueError(f"doc_ids {tuple(doc_ids.shape)} don't fit keys {tuple(k.shape)}: (B, Tk) is wanted")
+    # On a GPU this would wait for all that was launched.
+    if doc_ids.device.type == "cpu" and not torch.compiler.is_compiling() and (doc_ids.to(torch.int32) != doc_ids).any():
+        raise ValueError(f"doc_ids hold {doc_ids.abs().max().item()}, which int32 can't hold; number the documents of a batch from 0")
+
+
 def flash_attention(
     q: torch.Tensor,                      # (B, H, Tq, K), the last Tq positions, K from 16 to 256
     k: torch.Tensor,                      # (B, G, Tk, K), H divisible by G
@@ -151,7 +167,8 @@ def flash_attention(
     slopes: torch.Tensor | None = None,   # (H,) ALiBi slopes, learned where they ask for a gradient
     doc_ids: torch.Tensor | None = None,  # (B, Tk) document of each key, -1 = padding; they fit int32
 ) -> torch.Tensor:                        # (B, H, Tq, K) in the type of q; zeros for a row that sees nothing
-    "Softmax attention in one pass over blocks; raises ValueError of one line where the kernels can't run."
+    "Softmax attention in one pass over blocks; raises ValueError of one line where the kernels can't run or shapes don't fit."
+    _check_shapes(q, k, v, slopes, doc_ids)
     if not torch.compiler.is_compiling() and (reason := why_not_attention(q, k, v)):
         raise ValueError(reason)
     slopes = None if slopes is None else slopes.float().contiguous()

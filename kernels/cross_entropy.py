@@ -109,8 +109,12 @@ def linear_cross_entropy(
     ignore_index: int = -100,  # a label that counts nothing
     z_loss: float = 0.0,       # times the square of each counted token's log-sum-exp, added to the sum (PaLM: 1e-4)
 ) -> tuple[torch.Tensor, torch.Tensor]:  # nats summed over counted targets in fp32, and their number
-    "Like `cross_entropy` of the head's logits, without them; raises ValueError of one line where the kernels can't run."
+    "Like `cross_entropy` of the head's logits, without them; raises ValueError of one line where the kernels can't run or shapes don't fit."
     check_device(hidden)
+    if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(f"the head {tuple(weight.shape)} doesn't fit hidden states {tuple(hidden.shape)}: (V, D) and (..., D) are wanted")
+    if targets.numel() != hidden.shape[:-1].numel():
+        raise ValueError(f"targets {tuple(targets.shape)} don't fit hidden states {tuple(hidden.shape)}: one each is wanted")
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     differentiate = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     total = torch.ops.llm_from_scratch.linear_cross_entropy(rows, weight, targets, ignore_index, z_loss, differentiate)[0]

@@ -136,7 +136,11 @@ def rms_norm(
     eps: float = 1e-5,                      # added to the mean square
     residual: torch.Tensor | None = None,   # (..., D) the stream that x is added to before the norm
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # the norm; with a residual also the sum, both like x
-    "Divide by the root mean square over D and multiply by the gain; raises ValueError of one line where the kernels can't run."
+    "Divide by the root mean square over D and multiply by the gain; raises ValueError of one line where the kernels can't run or shapes don't fit."
     check_device(x)
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"the gain {tuple(weight.shape)} doesn't fit rows {tuple(x.shape)}: (D,) and (..., D) are wanted")
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(f"the residual {tuple(residual.shape)} doesn't fit rows {tuple(x.shape)}: one shape is wanted")
     out, total, _ = torch.ops.llm_from_scratch.rms_norm_forward(x, weight, eps, residual)
     return out if residual is None else (out, total)

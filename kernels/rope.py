@@ -102,6 +102,17 @@ def _backward(ctx, dq, dk):
 rotate.register_autograd(_backward, setup_context=_save)
 
 
+def _check_shapes(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    "Raise ValueError where queries, keys and angles don't fit together."
+    if q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0] or q.shape[2:] != k.shape[2:]:
+        raise ValueError(f"queries {tuple(q.shape)} and keys {tuple(k.shape)} don't fit: (B, H, T, K) and (B, G, T, K) are wanted")
+    if q.shape[3] % 2:
+        raise ValueError(f"RoPE turns pairs: the head width {q.shape[3]} of queries {tuple(q.shape)} must be even")
+    fit = cos.shape[-2:] == q.shape[2:] and (cos.ndim == 2 or cos.ndim == 3 and cos.shape[0] == q.shape[0])
+    if not fit or cos.shape != sin.shape:
+        raise ValueError(f"angles {tuple(cos.shape)} and {tuple(sin.shape)} don't fit queries {tuple(q.shape)}: (T, K) or (B, T, K) are wanted")
+
+
 def rotate_queries_keys(
     q: torch.Tensor,       # (B, H, T, K)
     k: torch.Tensor,       # (B, G, T, K)
@@ -109,6 +120,9 @@ def rotate_queries_keys(
     sin: torch.Tensor,     # the signed sine, like `cos`; neither gets a gradient
     layout: str = "half",  # the layout that the angles were made for: "half" or "interleaved"
 ) -> tuple[torch.Tensor, torch.Tensor]:  # like q and k
-    "Turn queries and keys by their angles, in fp32; raises ValueError of one line where the kernels can't run."
+    "Turn queries and keys by their angles, in fp32; raises ValueError of one line where the kernels can't run or shapes don't fit."
     check_device(q)
+    _check_shapes(q, k, cos, sin)
+    if layout not in ("half", "interleaved"):
+        raise ValueError(f"RoPE layout {layout!r} is unknown; use 'half' or 'interleaved'")
     return torch.ops.llm_from_scratch.rotate(q, k, cos, sin, layout == "interleaved", False)

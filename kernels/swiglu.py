@@ -93,6 +93,8 @@ def swiglu(
     gate: torch.Tensor,  # (..., M) what the gate's projection gave
     up: torch.Tensor,    # (..., M) what it gates
 ) -> torch.Tensor:       # (..., M)
-    "silu(gate) * up, in fp32 inside; raises ValueError of one line where the kernels can't run."
+    "silu(gate) * up, in fp32 inside; raises ValueError of one line where the kernels can't run or shapes don't fit."
     check_device(gate)
+    if gate.shape != up.shape:
+        raise ValueError(f"the gate {tuple(gate.shape)} doesn't fit what it gates {tuple(up.shape)}: one shape is wanted")
     return torch.ops.llm_from_scratch.swiglu_forward(gate, up)

@@ -42,7 +42,7 @@ def zero_padding(
 # %% ../nbs/02d_attention.ipynb #fe1c1c60
 def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None = None, doc_ids: torch.Tensor | None = None) -> None:
     "Raise UserError where queries, keys, values, slopes or document numbers don't fit together."
-    if q.shape[1] % k.shape[1]:
+    if not k.shape[1] or q.shape[1] % k.shape[1]:
         raise UserError(f"{q.shape[1]} query heads can't share {k.shape[1]} key heads: num_heads must be divisible by num_kv_heads")
     if (q.shape[0], q.shape[3], *v.shape[:3]) != (k.shape[0], k.shape[3], *k.shape[:3]):
         raise UserError(f"queries {tuple(q.shape)}, keys {tuple(k.shape)} and values {tuple(v.shape)} don't fit: (B, H, Tq, K), (B, G, Tk, K) and (B, G, Tk, V) are wanted")

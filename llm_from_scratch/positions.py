@@ -106,6 +106,7 @@ def alibi_slopes(
     num_heads: int, # H
 ) -> torch.Tensor:  # (H,) in fp32, all positive
     "Penalty per token of distance for each head (Press et al. 2022)."
+    if num_heads < 1: raise UserError(f"ALiBi needs at least one head, not {num_heads}")
     power = 2 ** (num_heads.bit_length() - 1)
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     slopes += [2 ** (-4 * (i + 1) / power) for i in range(0, 2 * (num_heads - power), 2)]
@@ -118,6 +119,6 @@ def alibi_bias(
     num_keys: int,        # Tk
 ) -> torch.Tensor:        # (H, Tq, Tk), zero or below
     "What ALiBi adds to the scores: minus slope times distance, in fp32; gradients reach the slopes."
-    keys = torch.arange(num_keys, device=slopes.device)
-    distance = keys[num_keys - num_queries:, None] - keys
+    keys, queries = (torch.arange(number, device=slopes.device) for number in (num_keys, num_queries))
+    distance = queries[:, None] + num_keys - num_queries - keys
     return -slopes.float()[:, None, None] * distance.abs()

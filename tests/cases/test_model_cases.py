@@ -126,6 +126,22 @@ def test_mod_4_queries_before_the_first_key_are_zero(attend):
 
 
 @pytest.mark.parametrize("attend", BACKENDS)
+@pytest.mark.parametrize("num_queries, num_keys", [(5, 3), (7, 2), (3, 0), (2, 4)])
+def test_mod_3_distances_hold_with_more_queries_than_keys(attend, num_queries, num_keys):
+    q, k = (torch.randn(1, 2, length, 4, generator=torch.Generator().manual_seed(length)) for length in (num_queries, num_keys))
+    slopes = alibi_slopes(2)
+    distance = (torch.arange(num_queries)[:, None] + num_keys - num_queries - torch.arange(num_keys)).abs()
+    wanted = (q @ k.mT / 2 - slopes[:, None, None] * distance).softmax(-1) @ k
+    assert close(attend(q, k, k, causal=False, slopes=slopes), wanted, 1e-6)
+
+
+def test_no_heads_are_refused():
+    with pytest.raises(UserError, match="at least one head, not 0"): alibi_slopes(0)
+    q = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(UserError, match="can't share 0 key heads"): naive_attention(q, q[:, :0], q[:, :0])
+
+
+@pytest.mark.parametrize("attend", BACKENDS)
 @pytest.mark.parametrize("positions", ["rope", "alibi", "alibi-learned", "none"])
 def test_mod_4_padded_rows_of_a_model_equal_single_runs(attend, positions):
     model = build(attend=attend, positions=positions)

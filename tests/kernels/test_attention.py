@@ -68,7 +68,27 @@ def test_ker_3_other_widths_and_types_are_refused(device):
     with pytest.raises(ValueError, match="head widths from 16 to 256, not 8"):
         flash_attention(q, k, v)
     with pytest.raises(ValueError, match="all in bf16, fp16 or fp32"):
-        flash_attention(*inputs(device, width=16)[0][:2], v.double())
+        (q, k, v), _ = inputs(device, width=16)
+        flash_attention(q, k, v.double())
+
+
+def test_shapes_that_do_not_fit_are_refused(device):
+    (q, k, v), _ = inputs(device, batch=2, queries=5, width=16)
+    documents = torch.zeros(2, 5, dtype=torch.int64, device=device)
+    for tensors, options, message in [
+        ((q, k, v[:, :, :4]), {}, r"queries \(2, 2, 5, 16\), keys \(2, 1, 5, 16\) and values \(2, 1, 4, 16\)"),
+        ((q, k[:1], v[:1]), {}, r"keys \(1, 1, 5, 16\)"),
+        ((q, k[..., :8], v[..., :8]), {}, r"keys \(2, 1, 5, 8\)"),
+        ((q[0], k, v), {}, r"queries \(2, 5, 16\)"),
+        ((q, k[:, :0], v[:, :0]), {}, "can't share 0 key heads"),
+        ((q, k, v), {"slopes": torch.ones(3, device=device)}, r"slopes \(3,\) don't fit queries \(2, 2, 5, 16\)"),
+        ((q, k, v), {"doc_ids": documents[:, 1:]}, r"doc_ids \(2, 4\) don't fit keys \(2, 1, 5, 16\)"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            flash_attention(*tensors, **options)
+    if device.type == "cpu":
+        with pytest.raises(ValueError, match="doc_ids hold 4294967296, which int32 can't hold"):
+            flash_attention(q, k, v, doc_ids=documents + 2**32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -98,6 +98,26 @@ def test_a_target_outside_the_vocabulary_shows(device):
     assert torch.isnan(total)
 
 
+def test_shapes_that_do_not_fit_are_refused(device):
+    x, q = torch.zeros(2, 3, 8, device=device), torch.zeros(2, 4, 3, 8, device=device)
+    angles, token = torch.zeros(3, 8, device=device), torch.zeros(6, dtype=torch.int64, device=device)
+    for function, inputs, message in [
+        (rms_norm.rms_norm, (x, x[0, 0, :4]), r"gain \(4,\) doesn't fit rows \(2, 3, 8\)"),
+        (rms_norm.rms_norm, (x, x[0, 0], 1e-5, x[:, :2]), r"residual \(2, 2, 8\) doesn't fit rows \(2, 3, 8\)"),
+        (swiglu.swiglu, (x, x[..., :4]), r"gate \(2, 3, 8\) doesn't fit what it gates \(2, 3, 4\)"),
+        (rope.rotate_queries_keys, (q, q[:, :, :2], angles, angles), r"queries \(2, 4, 3, 8\) and keys \(2, 4, 2, 8\)"),
+        (rope.rotate_queries_keys, (q, q, angles[:2], angles[:2]), r"angles \(2, 8\) and \(2, 8\) don't fit queries \(2, 4, 3, 8\)"),
+        (rope.rotate_queries_keys, (q, q, angles, angles[:2]), r"angles \(3, 8\) and \(2, 8\)"),
+        (rope.rotate_queries_keys, (q, q, angles[None], angles[None]), r"angles \(1, 3, 8\)"),
+        (rope.rotate_queries_keys, (q[..., :7], q[..., :7], angles[:, :7], angles[:, :7]), "head width 7"),
+        (rope.rotate_queries_keys, (q, q, angles, angles, "quarter"), "layout 'quarter' is unknown"),
+        (cross_entropy.linear_cross_entropy, (x, x[0], token[:5]), r"targets \(5,\) don't fit hidden states \(2, 3, 8\)"),
+        (cross_entropy.linear_cross_entropy, (x, x[0, :, :4], token), r"head \(3, 4\) doesn't fit hidden states \(2, 3, 8\)"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            function(*inputs)
+
+
 def test_nothing_in_nothing_out(device):
     empty = torch.zeros(0, 8, device=device, requires_grad=True)
     weight = torch.ones(8, device=device, requires_grad=True)
