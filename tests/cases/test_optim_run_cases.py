@@ -119,7 +119,9 @@ def test_the_guard_goes_back_and_leaves_the_rows_out(corpus, tmp_path, caplog):
     config = configure(corpus, **GUARDED)
     logging.getLogger("llm_from_scratch").propagate = True
     with caplog.at_level("WARNING", "llm_from_scratch"): code, rows, training = run(config, tmp_path / "one", damage=break_batch(7, 1e4))
-    spike, = [record for record in caplog.records if record.message == "spike"]
+    spikes = [record for record in caplog.records if record.message == "spike"]
+    assert len(spikes) == 1, [(record.step, record.reason, record.back_to, record.getMessage()) for record in caplog.records]
+    spike, = spikes
     assert code == DONE and list(rows) == list(range(1, 15)) and (training.guard.num_times, training.guard.num_lost) == (1, 3)
     assert (spike.step, spike.back_to) == (7, "step_00000004") and "times the median" in spike.reason
     assert [len(batch) for batch in spike.rows[0]] == [4, 4, 4]
