@@ -250,6 +250,7 @@ class ParameterServer:
         self.gate = StalenessGate(list(range(1, group.size())), bound)
         self.weights = list(trainable(engine.model).values())
         self.updates, self.loss, self.num_tokens = 0, 0.0, 0 # applied gradients; sum over their counted targets
+        self.stop = False                                    # some worker asked to stop
         self.staleness = Counter()                           # age in updates -> gradients
         self.missed = {}                                     # rank of a lost worker -> how it was noticed
         self.lock = threading.Lock()
@@ -282,14 +283,15 @@ def serve_worker(
     flat = torch.empty(sum(weight.numel() for weight in server.weights))
     try:
         while True:
-            with server.lock: sent_at, weights = server.updates, pack(server.weights)
+            with server.lock: sent_at, weights = server.updates, pack([*server.weights, torch.tensor([float(server.stop)])])
             send_to(server.group, weights, worker)
-            loss, num_tokens, is_done = receive_from(server.group, torch.empty(3, dtype=torch.float64), worker).tolist()
+            loss, num_tokens, stop, is_done = receive_from(server.group, torch.empty(4, dtype=torch.float64), worker).tolist()
             if is_done: return
-            receive_from(server.group, flat, worker)
+            if num_tokens: receive_from(server.group, flat, worker)
             with server.lock:
-                server.loss, server.num_tokens = server.loss + loss, server.num_tokens + int(num_tokens)
-                apply_gradient(server, flat, sent_at)
+                server.loss, server.num_tokens, server.stop = server.loss + loss, server.num_tokens + int(num_tokens), server.stop or stop > 0
+                if num_tokens: apply_gradient(server, flat, sent_at)
+                else: server.engine.skipped["no target"] += 1
             server.gate.advance(worker)
     except ConnectionError as error: server.missed[worker] = str(error)
     finally: server.gate.leave(worker)
@@ -308,33 +310,37 @@ class Worker:
         self.weights = list(trainable(engine.model).values())
         self.seconds, self.payload_bytes = Counter(), 0
 
-    def train_step(self, batches: list[Batch]) -> StepResult: return worker_step(self, batches)
+    def train_step(self, batches: list[Batch], *, stop: bool = False) -> StepResult: return worker_step(self, batches, stop=stop)
 
-    def take_weights(self) -> None:
+    def take_weights(self) -> bool: # some worker asked to stop
         "The server's weights as they are now."
-        flat = receive_from(self.group, torch.empty(sum(p.numel() for p in self.weights)), 0)
-        unpack(flat, self.weights)
+        flat = receive_from(self.group, torch.empty(sum(p.numel() for p in self.weights) + 1), 0)
+        unpack(flat[:-1], self.weights)
         self.payload_bytes += flat.nbytes
+        return flat[-1].item() > 0
 
     def close(self) -> None:
         "Take the last weights and say goodbye."
         self.take_weights()
-        send_to(self.group, torch.tensor([0, 0, 1], dtype=torch.float64), 0)
+        send_to(self.group, torch.tensor([0, 0, 0, 1], dtype=torch.float64), 0)
 
 # %% ../nbs/05a_async_training.ipynb #adf54684
 def worker_step(
     worker: Worker,       # on its own rank
     batches: list[Batch], # this rank's micro-batches
+    *,
+    stop: bool = False,   # this rank wants to stop; the others hear of it with their next weights
 ) -> StepResult:          # this rank's loss, at the weights that the server had; its norm is the server's affair
-    "Weights in, gradient out."
+    "Weights in, gradient out; none where no target counts."
     began = time.perf_counter()
-    worker.take_weights()
+    is_stop = worker.take_weights() or stop
     taken = time.perf_counter()
     loss, num_tokens = gradients_alone(worker.engine, batches)
-    flat = take_gradients(worker.weights)
+    messages = [torch.tensor([loss, num_tokens, stop, 0], dtype=torch.float64), *([take_gradients(worker.weights)] if num_tokens else [])]
     computed = time.perf_counter()
-    send_to(worker.group, torch.tensor([loss, num_tokens, 0], dtype=torch.float64), 0)
-    send_to(worker.group, flat, 0)
-    worker.payload_bytes += flat.nbytes + 24
+    for message in messages: send_to(worker.group, message, 0)
+    worker.payload_bytes += sum(message.nbytes for message in messages)
     worker.seconds += Counter(computing=computed - taken, talking=time.perf_counter() - computed + taken - began)
-    return StepResult(loss / num_tokens if num_tokens else math.nan, num_tokens, math.nan, False, False)
+    reason = "" if num_tokens else "no target"
+    if reason: worker.engine.skipped[reason] += 1
+    return StepResult(loss / num_tokens if num_tokens else math.nan, num_tokens, math.nan, bool(reason), is_stop, reason)

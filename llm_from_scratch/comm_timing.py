@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['COLLECTIVES', 'ENGINES', 'sent_share', 'message_bytes', 'socket_bytes_sent', 'moment', 'seconds_between',
-           'covered_seconds', 'Call', 'Tally', 'CommTimer', 'add_step', 'timed', 'places', 'listening', 'timed_bucket',
+           'covered_seconds', 'Call', 'Tally', 'CommTimer', 'add_step', 'timed', 'listening', 'timed_bucket',
            'time_comm', 'comm_table', 'comm_figures', 'RankAccount', 'rank_account']
 
 # %% ../nbs/05f_comm_timing.ipynb #3ff4fe06
@@ -31,10 +31,14 @@ from .env import UserError
 def sent_share(
     kind: str,      # name of a collective in torch.distributed
     num_ranks: int, # in its group
-) -> float:         # of the whole message, per rank on average
-    "How much of a message each rank sends in a ring."
+    *,
+    is_root: bool = False, # of a gather or scatter: this rank has the list
+) -> float:                # of this rank's message; in a ring the ranks' average
+    "How much of its message a rank sends."
     if kind in ("send", "isend"): return 1.0
     if kind in ("recv", "irecv", "barrier"): return 0.0
+    if kind == "gather": return float(not is_root)
+    if kind == "scatter" and not is_root: return 0.0
     return (2 if kind == "all_reduce" else 1) * (num_ranks - 1) / num_ranks
 
 # %% ../nbs/05f_comm_timing.ipynb #fc51f57f
@@ -100,8 +104,8 @@ def covered_seconds(
 class Call:
     "One collective on this rank."
     name: str         # purpose and kind
-    kind: str         # as torch.distributed names it
     num_bytes: int    # of the message
+    share: float      # of it that this rank sends
     start: object     # moment
     end: object = None # moment; None: still under way
 
@@ -126,15 +130,15 @@ class CommTimer:
     def __init__(
         self,
         device: torch.device,  # of this rank
-        num_ranks: int,        # in the group
+        num_ranks: int,        # in all; calls in a smaller group count by its size
     ):
         self.device, self.num_ranks, self.calls, self.purpose = device, num_ranks, [], ""
         self.tallies: dict[str, Tally] = {}
         self.window_seconds, self.window_step_seconds, self.window_bytes = 0.0, 0.0, 0.0
 
-    def begin(self, kind: str, num_bytes: int) -> Call:
-        "A collective of this kind starts."
-        self.calls.append(Call(f"{self.purpose} {kind}".strip(), kind, num_bytes, moment(self.device)))
+    def begin(self, kind: str, num_bytes: int, share: float | None = None) -> Call:
+        "A collective of this kind starts, among all ranks where no share is told."
+        self.calls.append(Call(f"{self.purpose} {kind}".strip(), num_bytes, sent_share(kind, self.num_ranks) if share is None else share, moment(self.device)))
         return self.calls[-1]
 
     def end(self, call: Call) -> None: call.end = moment(self.device)
@@ -170,7 +174,7 @@ def add_step(
     spans = []
     for call in timer.calls:
         first, last = (seconds_between(start, point) for point in (call.start, call.end or end))
-        tally, sent = timer.tallies.setdefault(call.name, Tally()), call.num_bytes * sent_share(call.kind, timer.num_ranks)
+        tally, sent = timer.tallies.setdefault(call.name, Tally()), call.num_bytes * call.share
         tally.num_calls, tally.message_bytes, tally.sent_bytes, tally.seconds = tally.num_calls + 1, tally.message_bytes + call.num_bytes, tally.sent_bytes + sent, tally.seconds + last - first
         spans.append((first, last))
         timer.window_bytes += sent
@@ -178,8 +182,8 @@ def add_step(
     timer.window_step_seconds += seconds_between(start, end)
 
 # %% ../nbs/05f_comm_timing.ipynb #72263621
-COLLECTIVES = ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "gather", "scatter", "reduce_scatter", "reduce_scatter_tensor",
-               "all_to_all_single", "send", "recv", "isend", "irecv", "barrier")
+COLLECTIVES = ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_single", "gather", "scatter", "reduce_scatter", "reduce_scatter_single",
+               "all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv", "barrier")
 
 def timed(
     timer: CommTimer,      # gets the calls
@@ -189,7 +193,10 @@ def timed(
     "Wrap a collective."
     @wraps(collective)
     def call_and_note(*arguments, **options):
-        call = timer.begin(kind, message_bytes(*arguments, **options))
+        values = (*arguments, *options.values())
+        group = next((value for value in values if isinstance(value, dist.ProcessGroup)), None)
+        share = sent_share(kind, group.size() if group else timer.num_ranks, is_root=any(isinstance(value, list) and value for value in values))
+        call = timer.begin(kind, message_bytes(*values), share)
         work = collective(*arguments, **options)
         if isinstance(work, dist.Work) and kind not in ("isend", "irecv"): work.get_future().then(lambda _: timer.end(call))
         else: timer.end(call)
@@ -197,23 +204,18 @@ def timed(
     return call_and_note
 
 # %% ../nbs/05f_comm_timing.ipynb #473e27a0
-def places() -> list[tuple[object, str, str]]: # owner, attribute, name of the collective
-    "Where collectives are looked up when they are called."
-    found = [(module, kind, kind) for module in (dist, dist.distributed_c10d) for kind in COLLECTIVES]
-    backend = getattr(sys.modules.get("deepspeed.comm.comm"), "cdb", None)
-    if backend: found += [(backend, "all_gather_function", "all_gather_into_tensor"), (backend, "reduce_scatter_function", "reduce_scatter_tensor")]
-    return found
-
 @contextmanager
 def listening(
     timer: CommTimer, # gets the calls
 ) -> Iterator[None]:
     "Note every collective that Python calls in this block."
-    found = [(owner, name, kind, getattr(owner, name)) for owner, name, kind in places()]
-    for owner, name, kind, collective in found: setattr(owner, name, timed(timer, kind, collective))
+    own = {kind: getattr(dist, kind) for kind in COLLECTIVES}
+    def lead_to(functions):
+        for module in (dist, dist.distributed_c10d):
+            for kind, function in functions.items(): setattr(module, kind, function)
+    lead_to({kind: timed(timer, kind, collective) for kind, collective in own.items()})
     try: yield
-    finally:
-        for owner, name, _, collective in found: setattr(owner, name, collective)
+    finally: lead_to(own)
 
 # %% ../nbs/05f_comm_timing.ipynb #64e8d3cb
 def timed_bucket(

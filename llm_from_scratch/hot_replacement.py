@@ -75,7 +75,7 @@ def parse_status(
     page = html.unescape(page)
     steps = {name: int(step) for name, step in re.findall(r"<b>(\S+?)</b>.*?Step:\s*(\d+)", page, re.S)}
     ages = sorted(((float(age), name) for name, age in re.findall(r"(\S+): seen ([\d.]+)s ago", page)), reverse=True)
-    youngest = {name.split(":")[0]: GroupStatus(name.split(":")[0], age, steps.get(name)) for age, name in ages}
+    youngest = {name.rsplit(":", 1)[0]: GroupStatus(name.rsplit(":", 1)[0], age, steps.get(name)) for age, name in ages}
     return sorted(youngest.values(), key=lambda group: group.name)
 
 # %% ../nbs/05aa_hot_replacement.ipynb #00edb576
@@ -222,7 +222,7 @@ def join_groups(
 # %% ../nbs/05aa_hot_replacement.ipynb #c8fc9aaa
 def replica_step(
     replica: Replica, # its step is done by all groups together
-) -> StepResult: # skipped, with the reason, where the groups changed on the way
+) -> StepResult: # skipped, with the reason, where the groups changed on the way, and where a committed step moved nothing
     "One attempt at the next step."
     manager, engine = replica.manager, replica.engine
     manager.start_quorum()
@@ -238,8 +238,10 @@ def replica_step(
     if not manager.should_commit(): return StepResult(math.nan, 0, math.nan, True, False, f"step {step} is done again: the groups changed")
     give_gradients(message[:-1], weights)
     replica.before_update(step)
-    norm = move_alone(engine)
-    return StepResult(message[-1].item() / num_tokens if num_tokens else math.nan, num_tokens, norm, not math.isfinite(norm), False)
+    norm = move_alone(engine) if num_tokens else math.nan
+    reason = "" if math.isfinite(norm) else f"gradient norm is {norm}: {engine.name_broken()}" if num_tokens else "no group has a target"
+    if reason: engine.skipped[reason] += 1
+    return StepResult(message[-1].item() / num_tokens if num_tokens else math.nan, num_tokens, norm, bool(reason), False, reason)
 
 # %% ../nbs/05aa_hot_replacement.ipynb #987c329b
 def main(

@@ -4,11 +4,13 @@ import sys
 import pytest
 import torch
 from ranks import run_ranks, server_with_torch
+from torch import distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import fully_shard
 
 from llm_from_scratch import moe
-from llm_from_scratch.comm_timing import rank_account, socket_bytes_sent, time_comm
+from llm_from_scratch.comm_timing import CommTimer, rank_account, socket_bytes_sent, time_comm
 from llm_from_scratch.config import EngineConfig, ModelConfig, OptimConfig
 from llm_from_scratch.dataloader import Batch
 from llm_from_scratch.distributed import gather_objects, next_token_loss, parameter_hashes, prepare
@@ -116,7 +118,19 @@ def time_steps(ranks):
     return {**found, "window": window["comm_bytes"], "share": 0 < window["comm_share"] < 1 and window["comm_seconds"] > 0}
 
 
-def everything(ranks): return starve_each_way(ranks), odd_cases(ranks), learn(ranks), time_steps(ranks)
+def hear_shards(ranks):
+    "What the timer hears of FSDP2, and of calls that are not among all ranks alike."
+    model, timer = fully_shard(nn.Linear(8, 8, bias=False), mesh=dist.init_device_mesh("cpu", (2,))), CommTimer(CPU, 2)
+    with timer.step(): model(torch.ones(2, 8)).sum().backward()
+    alone = [dist.new_group([rank]) for rank in range(2)][ranks.rank]
+    with timer.step():
+        dist.all_reduce(torch.ones(1000), group=alone)
+        dist.gather(torch.ones(10), [torch.ones(10), torch.ones(10)] if ranks.is_main else None, dst=0)
+    sent = {name: tally.sent_bytes for name, tally in timer.tallies.items()}
+    return gather_objects(sent, everywhere=True)
+
+
+def everything(ranks): return starve_each_way(ranks), odd_cases(ranks), learn(ranks), time_steps(ranks), hear_shards(ranks)
 
 
 @pytest.fixture(scope="module")
@@ -158,3 +172,8 @@ def test_timing_changes_nothing_and_counts_what_the_sockets_count(of_two_ranks):
     assert found["calls"] == {"all_reduce": 12, "gradients all_reduce": 4, "experts all_reduce": 8}  # three small sums a step; a vote and a piece
     assert found["gradients"] == 4 * found["dense"] == 4 * rank_account("ddp", found["dense"] // 4, 2).sent
     if sys.platform == "linux": assert sum(found["sent"]) / 2 == pytest.approx(found["window"], rel=0.1)
+
+
+def test_fsdp2_is_heard_and_small_groups_and_roots_count_as_such(of_two_ranks):
+    shards = {"all_gather_single": 128.0, "reduce_scatter_single": 128.0, "all_reduce": 0.0}
+    assert of_two_ranks[4] == [{**shards, "gather": 0.0}, {**shards, "gather": 40.0}]
