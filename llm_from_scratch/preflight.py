@@ -31,7 +31,7 @@ from llm_from_scratch.env import (
 )
 from llm_from_scratch.rank_checks import (
     Speed, binding, check_bandwidth, check_bindings, check_clocks, check_copies, check_environments, check_files, check_locked_memory, check_port_range, check_sums,
-    differences, environment_facts, gpu_topology, measure_clock, process_limit, say_ranks, speed_of, try_all_reduce,
+    differences, environment_facts, gpu_topology, measure_clock, process_limit, say_number, say_ranks, speed_of, try_all_reduce,
 )
 
 # %% ../nbs/05g_preflight.ipynb #9f25c6ec
@@ -182,7 +182,7 @@ def speeds_table(
 ) -> Table:
     "Time and bandwidth by message size."
     table = Table("bytes", "ms", "Gbit/s", "sum", title="all-reduce", title_justify="left")
-    for speed in speeds: table.add_row(f"{speed.num_bytes:,}", f"{speed.seconds * 1e3:.3g}", f"{speed.gbit_per_second:.3g}", f"wrong on {say_ranks(speed.wrong_on)}" if speed.wrong_on else "right")
+    for speed in speeds: table.add_row(f"{speed.num_bytes:,}", say_number(speed.seconds * 1e3), say_number(speed.gbit_per_second), f"wrong on {say_ranks(speed.wrong_on)}" if speed.wrong_on else "right")
     return table
 
 # %% ../nbs/05g_preflight.ipynb #a2356dda

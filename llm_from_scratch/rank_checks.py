@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['OF_ONE_MACHINE', 'NUM_ROUNDS', 'MAX_CLOCK_OFFSET_SECONDS', 'PERIOD', 'MIN_GBIT_PER_SECOND', 'DISTANCES',
-           'SPARE_FILES', 'WATCHED', 'say_ranks', 'driver_version', 'environment_facts', 'differences',
+           'SPARE_FILES', 'WATCHED', 'say_ranks', 'say_number', 'driver_version', 'environment_facts', 'differences',
            'check_environments', 'measure_clock', 'check_clocks', 'known_values', 'count_wrong', 'try_all_reduce',
            'Speed', 'speed_of', 'check_sums', 'check_bandwidth', 'binding', 'check_bindings', 'gpu_topology',
            'process_limit', 'check_files', 'check_port_range', 'check_locked_memory', 'check_copies']
@@ -43,6 +43,14 @@ def say_ranks(
         else: spans.append([rank, rank])
     words = ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in spans)
     return f"rank{'s' * (len(ranks) > 1)} {words}" if ranks else ""
+
+# %% ../nbs/05fa_rank_checks.ipynb #97f7cb55
+def say_number(
+    number: float, # may be infinite
+) -> str:          # "0.0123", "45.7", "1,048,576", "unlimited"
+    "A number in words: three digits, or all before the point."
+    if number == math.inf: return "unlimited"
+    return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
 
 # %% ../nbs/05fa_rank_checks.ipynb #e4642043
 def driver_version() -> str | None: # None without an NVIDIA driver
@@ -86,7 +94,7 @@ def check_environments(
 ) -> Check:                         # hard unless allowed
     "Whether all ranks are the same."
     odd = differences(everyone)
-    if not odd: return Check("environments", True, f"{len(everyone)} ranks, equal in {len(everyone[0])} facts")
+    if not odd: return Check("environments", True, f"{len(everyone)} ranks, equal in {len(everyone[0])} facts" if len(everyone) > 1 else "1 rank, nothing to compare")
     shown = "; ".join(f"{name} is {', '.join(f'{value} on {say_ranks(ranks)}' for value, ranks in values.items())}" for name, values in odd.items())
     return Check("environments", False, f"the ranks differ: {shown}" + "; make them equal, or allow it: engine.allow_different_environments" * (not allow), not allow)
 
@@ -127,11 +135,11 @@ def check_clocks(
     worst = sure.index(max(sure))
     ahead, error = clocks[worst]
     if sure[worst] > MAX_CLOCK_OFFSET_SECONDS:
-        return Check("clocks", False, f"rank {worst}'s clock is {abs(ahead):.3g} s {'ahead of' if ahead > 0 else 'behind'} rank 0's: start a time service there (chrony, systemd-timesyncd)")
-    return Check("clocks", True, f"clocks within {max(abs(ahead) + error for ahead, error in clocks) * 1e3:.2g} ms")
+        return Check("clocks", False, f"rank {worst}'s clock is {say_number(abs(ahead))} s {'ahead of' if ahead > 0 else 'behind'} rank 0's: start a time service there (chrony, systemd-timesyncd)")
+    return Check("clocks", True, f"clocks within {say_number(max(abs(ahead) + error for ahead, error in clocks) * 1e3)} ms")
 
 # %% ../nbs/05fa_rank_checks.ipynb #1b100982
-PERIOD = 251 # a prime: no two chunks of a power of two begin on the same value
+PERIOD = 251 # a prime: 251 chunks of a power of two in a row begin on different values
 
 def known_values(
     num_values: int,      # of 4 bytes each
@@ -139,7 +147,7 @@ def known_values(
     device: torch.device, # where they shall lie
 ) -> torch.Tensor:        # (num_values,) fp32, whole numbers
     "Values that differ by place and rank."
-    return (torch.arange(num_values, device=device) % PERIOD + rank).float()
+    return (torch.arange(num_values, device=device) % PERIOD + rank % PERIOD).float()
 
 # %% ../nbs/05fa_rank_checks.ipynb #e7424296
 def count_wrong(
@@ -147,7 +155,8 @@ def count_wrong(
     world_size: int,     # ranks
 ) -> int:                # values that are not what they should be
     "Compare a sum with what it must be."
-    expected = world_size * known_values(total.numel(), 0, total.device) + world_size * (world_size - 1) // 2
+    of_ranks = sum(rank % PERIOD for rank in range(world_size))
+    expected = world_size * known_values(total.numel(), 0, total.device) + of_ranks
     return int((total != expected).sum())
 
 # %% ../nbs/05fa_rank_checks.ipynb #c9db5c56
@@ -204,7 +213,7 @@ def check_bandwidth(
 ) -> Check:              # soft: slow, not wrong
     "Compare the best bandwidth with what training over several machines needs."
     best = max(speeds, key=lambda speed: speed.gbit_per_second)
-    found = f"all-reduce {best.gbit_per_second:.3g} Gbit/s at {best.num_bytes:,} bytes"
+    found = f"all-reduce {say_number(best.gbit_per_second)} Gbit/s at {best.num_bytes:,} bytes"
     if num_machines < 2: return Check("bandwidth", True, f"{found}, within one machine")
     enough = best.gbit_per_second >= MIN_GBIT_PER_SECOND
     advice = f", below {MIN_GBIT_PER_SECOND}: check the network card in use (NCCL_SOCKET_IFNAME), engine.links, and what else sends on it"
@@ -235,7 +244,7 @@ def check_bindings(
         found = bindings[shared[0]]
         return Check("devices", False, f"{say_ranks(shared)} share {found['gpu']} on {found['host']}: give each process a LOCAL_RANK of its own, as torchrun does", True)
     num_machines = len({found["machine"] for found in bindings})
-    return Check("devices", True, f"{len(bindings)} ranks on {num_machines} machine{'s' * (num_machines > 1)}, " + ("a GPU each" if bindings[0]["gpu"] else "on CPUs"), True)
+    return Check("devices", True, f"{len(bindings)} rank{'s' * (len(bindings) > 1)} on {num_machines} machine{'s' * (num_machines > 1)}, " + ("a GPU each" if bindings[0]["gpu"] else "on CPUs"), True)
 
 # %% ../nbs/05fa_rank_checks.ipynb #3b81190d
 DISTANCES = {0: "SELF", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"} # nvidia-smi topo's words for NVML's levels
@@ -273,7 +282,7 @@ def check_files(
 ) -> Check:          # soft: the fault comes later, if at all
     "Compare the limit of open files with what many ranks hold."
     needed = 2 * world_size + SPARE_FILES
-    return Check("open files", limit >= needed, f"{limit:g} allowed" + (f", {needed:,} may be needed: ulimit -n {needed * 2}" if limit < needed else ""))
+    return Check("open files", limit >= needed, say_number(limit) + " allowed" * (limit < math.inf) + (f", {needed:,} may be needed: ulimit -n {needed * 2}" if limit < needed else ""))
 
 # %% ../nbs/05fa_rank_checks.ipynb #5342e456
 def check_port_range(
@@ -294,7 +303,7 @@ def check_locked_memory(
     "Whether InfiniBand may lock what it needs."
     cards = sorted(path.name for path in Path(folder).glob("*"))
     if not cards: return Check("locked memory", True, "no InfiniBand card")
-    return Check("locked memory", limit == math.inf, f"{', '.join(cards)}; {limit:g} bytes may be locked" + "; NCCL needs: ulimit -l unlimited" * (limit < math.inf))
+    return Check("locked memory", limit == math.inf, f"{', '.join(cards)}; {say_number(limit)} bytes may be locked" + "; NCCL needs: ulimit -l unlimited" * (limit < math.inf))
 
 # %% ../nbs/05fa_rank_checks.ipynb #2ee73c79
 WATCHED = ("llm_from_scratch", "torch", "numpy", "triton", "deepspeed", "sentencepiece")

@@ -107,9 +107,10 @@ def where_in(
 def place_of(
     ranks: Ranks,        # this process's place
 ) -> dict[str, Any]:     # plain values
-    "Where this rank is: step, line, stack, and its newest collectives."
-    stack = main_stack()
-    return dict(rank=ranks.rank, host=socket.gethostname(), process=os.getpid(), step=_noted.get("step"), where=where_in(stack),
+    "Where this rank is: step, line, stack, its groups with their ranks, and its newest collectives."
+    stack, world = main_stack(), dist.distributed_c10d._world
+    groups = {name: sorted(world.pg_group_ranks[group]) for group, name in world.pg_names.items()} # that this rank is in
+    return dict(rank=ranks.rank, host=socket.gethostname(), process=os.getpid(), step=_noted.get("step"), where=where_in(stack), groups=groups,
                 stack="".join(traceback.format_list(stack)), collectives=[asdict(each) for each in collectives(read_recorder())])
 
 # %% ../nbs/05ha_watchdog.ipynb #f78e3130
@@ -118,14 +119,18 @@ def explain(
     now: float | None = None,            # seconds since 1970; None: now
 ) -> str:                                # one line
     "Name the collective that waits, since when, and the ranks that have not come."
-    here = {rank: [Collective(**each) for each in place["collectives"]] for rank, place in enumerate(places) if place}
-    waiting = [each for entries in here.values() for each in entries if not each.is_done]
+    everyone = {rank: [Collective(**each) for each in place["collectives"]] for rank, place in enumerate(places) if place}
+    waiting = [each for entries in everyone.values() for each in entries if not each.is_done]
     silent = [rank for rank, place in enumerate(places) if not place]
     gone = f"; no answer from {say_ranks(silent)}: the process is gone, or stuck outside of Python" * bool(silent)
     if not waiting: return "no rank waits in a collective any more" + gone
-    oldest = min(waiting, key=lambda each: (each.number, each.since))
-    did = {rank: next((each for each in entries if (each.group, each.number) == (oldest.group, oldest.number)), None) for rank, entries in here.items()}
-    absent = [rank for rank, each in did.items() if each is None and max((one.number for one in here[rank] if one.group == oldest.group), default=0) < oldest.number]
+    group = min(waiting, key=lambda each: each.since).group
+    oldest = min((each for each in waiting if each.group == group), key=lambda each: (each.number, each.since))
+    members = {rank for place in places if place for rank in place.get("groups", {}).get(group, [])}
+    here = {rank: {each.number: each for each in entries if each.group == group} for rank, entries in everyone.items()}
+    here = {rank: entries for rank, entries in here.items() if entries or rank in members}
+    did = {rank: entries.get(oldest.number) for rank, entries in here.items()}
+    absent = [rank for rank, entries in here.items() if max(entries, default=0) < oldest.number]
     kinds: dict[str, list[int]] = {}
     for rank, each in did.items():
         if each: kinds.setdefault(each.name.partition(":")[2] + f" of {each.sizes}" * (each.sizes != "[]"), []).append(rank)

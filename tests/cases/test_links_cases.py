@@ -54,6 +54,19 @@ def test_a_profile_without_its_card_is_told():
     assert check_links("none", "infiniband").ok and check_links("nvlink", "workstation").ok
 
 
+def test_the_workstation_profile_on_nvlink_is_told():
+    check = check_links("workstation", "nvlink")
+    assert not check.ok and "NCCL_P2P_DISABLE=1" in check.detail
+    assert check_links("workstation", "workstation").ok and check_links("nvlink", "nvlink").ok
+
+
+@pytest.mark.parametrize("environ, value", [({"TORCH_NCCL_TRACE_BUFFER_SIZE": "9"}, "9"), ({"TORCH_NCCL_TRACE_BUFFER_SIZE": "9", "TORCH_FR_BUFFER_SIZE": "5"}, "5"), ({}, "2000")])
+def test_an_old_name_that_torch_still_reads_keeps_its_value(environ, value):
+    lines = apply_links("nvlink", environ)
+    assert environ["TORCH_FR_BUFFER_SIZE"] == value and (f"TORCH_FR_BUFFER_SIZE={value} (yours)" in lines[0]) == (value != "2000")
+    assert any("still read" in line for line in lines) == ("TORCH_NCCL_TRACE_BUFFER_SIZE" in environ)
+
+
 @pytest.mark.slow
 def test_the_command_prints_lines_for_a_shell():
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("NCCL_", "TORCH_"))} | {"NCCL_DEBUG": "INFO"}
