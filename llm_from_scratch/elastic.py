@@ -26,7 +26,7 @@ class Sitting:
     began: datetime      # of its first step, in UTC
     ranks: int           # processes; 0 in logs that do not tell
     first_step: int      # steps done before it
-    end: str             # "done", "exit code 3", or "killed" where nothing was logged
+    end: str             # "done", "exit code 3", or "killed or failed" where nothing was logged
     num_steps: int | None # that it did and later sittings built on; None where the log does not tell yet
 
 def read_sittings(
@@ -38,11 +38,12 @@ def read_sittings(
     except OSError as error: raise UserError(f"can't read {path}: {error.strerror}; name the folder of a run") from None
     starts = [number for number, line in enumerate(lines) if line["message"] == "start"]
     found = []
-    for number, following in zip(starts, [*starts[1:], None]):
+    for place, number in enumerate(starts):
+        following = starts[place + 1] if starts[place + 1:] else None
         line, ends = lines[number], [later for later in lines[number:following] if later["message"] == "end"]
-        last = lines[following]["step"] if following else ends[0]["step"] if ends else None
-        end = "killed" if not ends else "done" if ends[0]["exit_code"] == 0 else f"exit code {ends[0]['exit_code']}"
-        if not ends and following is None: end = "going on, or killed"
+        last = min(lines[later]["step"] for later in starts[place + 1:]) if following else ends[0]["step"] if ends else None
+        end = "killed or failed" if not ends else "done" if ends[0]["exit_code"] == 0 else f"exit code {ends[0]['exit_code']}"
+        if not ends and following is None: end = "going on, killed or failed"
         found.append(Sitting(datetime.fromisoformat(line["time"]), line.get("ranks", 0), line["step"], end, None if last is None else max(0, last - line["step"])))
     return found
 
