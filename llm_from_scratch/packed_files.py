@@ -111,7 +111,6 @@ def _walk(file: BinaryIO, read_unit: Callable, find: Callable, checks_first: boo
 # %% ../nbs/00ca_packed_files.ipynb #8d57d37d
 _FRAME = re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18") # or one to be skipped
 
-# %% ../nbs/00ca_packed_files.ipynb #12265240
 def _zstd_end(file: BinaryIO, start: int) -> tuple[int, bool]: # and whether there is a checksum
     head = _read_at(file, start, 18).ljust(18, b"\0")
     if not _FRAME.match(head): raise EOFError("no frame begins here")
@@ -128,7 +127,8 @@ def _zstd_end(file: BinaryIO, start: int) -> tuple[int, bool]: # and whether the
 def _zstd_unit(file: BinaryIO, start: int) -> Iterator[bytes | Fault | int]:
     stop, has_checksum = _zstd_end(file, start)
     follows = _read_at(file, stop - 1, 5)
-    if not follows or follows[1:] and not _FRAME.match(follows, 1): raise EOFError("no frame begins where it ends")
+    if not follows: raise EOFError("the file ends inside it")
+    if follows[1:] and not _FRAME.match(follows, 1): raise EOFError("no frame begins where it ends")
     frame = pyarrow.CompressedInputStream(_Slice(file, start, stop), "zstd")
     while text := frame.read(2**17): yield text
     if not has_checksum: yield Fault(start, stop, "no checksum", False)
@@ -153,10 +153,12 @@ def _with_crc(data: bytes) -> bytes: return data + zlib.crc32(data).to_bytes(4, 
 
 # %% ../nbs/00ca_packed_files.ipynb #2fcfd015
 def _lzma2_end(file: BinaryIO, at: int) -> int:
-    while control := _read_at(file, at, 5).ljust(5, b"\3"):
+    while control := _read_at(file, at, 5):
         if control[0] == 0: return at + 1
+        control = control.ljust(5, b"\0")
         if 2 < control[0] < 128: raise EOFError("no chunk begins where one ends")
         at += 4 + int.from_bytes(control[1:3]) if control[0] < 3 else 6 + (control[0] >= 192) + int.from_bytes(control[3:5])
+    raise EOFError("the file ends inside it")
 
 def _xz_end(file: BinaryIO, start: int) -> int: # of an index and what follows it
     for num_bytes in (2**10, 2**24):
@@ -164,7 +166,7 @@ def _xz_end(file: BinaryIO, start: int) -> int: # of an index and what follows i
         for match in re.finditer(b"YZ", rest):
             index, foot = rest[:match.end() - 12], rest[match.end() - 12:match.end()]
             if _with_crc(foot[4:10])[6:] == foot[:4] and _with_crc(index[:-4]) == index: return _behind_zeros(file, start + match.end())
-    raise EOFError("the index is damaged")
+    raise EOFError("the index is damaged, or the file ends inside it")
 
 # %% ../nbs/00ca_packed_files.ipynb #59cecccd
 def _xz_number(number: int) -> bytes: # seven bits a byte
@@ -186,6 +188,7 @@ class _XzUnits: # a stream's header, a block, or an index
         stop = _lzma2_end(file, start + size)
         width = 4 * (1, 1, 2, 4, 8, 16)[(self.check + 2) // 3] if self.check else 0
         padded = stop + (start - stop) % 4 + width
+        if not _read_at(file, padded - 1, 1): raise EOFError("the file ends inside it")
         yield from self._verified(_Slice(file, start, padded), stop - start + width)
         if not self.check: yield Fault(start, padded, "no checksum", False)
         yield padded
@@ -264,10 +267,11 @@ class _Units(io.RawIOBase):
 
 def _pieces(file: BinaryIO, name: str, checks_first: bool) -> Iterator[bytes | Fault] | None:
     name, walk = name.lower(), functools.partial(_walk, checks_first=checks_first)
+    if name.endswith((".tar.gz", ".tgz")): return walk(file, _gzip_unit, functools.partial(_next_unit, read_unit=_gzip_unit, mark=_MEMBER)) # holds more than text
     if name.endswith(".gz"): return walk(file, _gzip_unit, next_member)
-    if name.endswith(".zst"): return walk(file, _zstd_unit, functools.partial(_next_unit, read_unit=_zstd_unit, mark=_FRAME))
-    if name.endswith(".xz"): return walk(file, units := _XzUnits(), functools.partial(_next_unit, read_unit=units, mark=_XZ_MARK))
-    return _bzip2_pieces(file) if name.endswith(".bz2") else None
+    if name.endswith((".zst", ".tzst")): return walk(file, _zstd_unit, functools.partial(_next_unit, read_unit=_zstd_unit, mark=_FRAME))
+    if name.endswith((".xz", ".txz")): return walk(file, units := _XzUnits(), functools.partial(_next_unit, read_unit=units, mark=_XZ_MARK))
+    return _bzip2_pieces(file) if name.endswith((".bz2", ".tbz2", ".tbz")) else None
 
 # %% ../nbs/00ca_packed_files.ipynb #017926ff
 def unpack(
@@ -325,23 +329,52 @@ class _Header(tarfile.TarInfo): # tells the archive why no header was found: at 
             raise tarfile.InvalidHeaderError(str(error)) from None # so that the next block is tried
 
 # %% ../nbs/00ca_packed_files.ipynb #cdd42605
+class _TarStream: # of unpacked bytes, given as they come, so that a lost unit takes nothing with it that came before
+    def __init__(self, stream: BinaryIO): self.stream, self.rest = stream, b""
+
+    def read(self, num_bytes: int) -> bytes:
+        if not self.rest: return self.stream.read1(num_bytes)
+        part, self.rest = self.rest[:num_bytes], self.rest[num_bytes:]
+        return part
+
+    def find_header(self) -> bool: # and stand there; False where there is none up to the end
+        data, self.rest = b"", b""
+        while True:
+            try: piece = self.stream.read1(2**17)
+            except EOFError: data = b""; continue
+            if not piece: return False
+            data = data[-511:] + piece # a header has 512 bytes
+            for match in re.finditer(b"ustar", data):
+                if match.start() >= 257 and _is_header(data[match.start() - 257:match.start() + 255]):
+                    self.rest = data[match.start() - 257:]
+                    return True
+
+def _is_header(block: bytes) -> bool:
+    try: return bool(tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape"))
+    except tarfile.HeaderError: return False
+
+# %% ../nbs/00ca_packed_files.ipynb #8906ce73
 def read_members(
     file: BinaryIO,           # open at its start, seekable
-    name: str,                # tells by its ending how it is packed; .tgz and the like are known by their first bytes
+    name: str,                # tells by its ending how it is packed
     endings: Collection[str], # of the members whose content is wanted, such as .txt
 ) -> Iterator[tuple[str, bytes | str]]: # name, and content (empty where not wanted) or the reason why there is none: too_long, damaged
     "The files of a tar archive; a damaged stretch of any length is one `damaged`, without a name."
-    is_told = False # that something is damaged, and nothing was found since
-    try:
-        with tarfile.open(fileobj=unpack(file, name, checks_first=True), mode="r|*", tarinfo=_Header, ignore_zeros=True) as tar:
-            while (member := tar.next()) is not None or tar.is_damaged:
-                tar.members.clear()
-                if tar.is_damaged: yield "", "damaged"
-                tar.is_damaged, is_told = False, tar.is_damaged
-                if member is not None and member.isfile(): yield member.name, _content(tar, member, endings)
-            if tar.has_end or is_told: return
-    except (tarfile.TarError, EOFError, OSError, zlib.error): pass
-    yield "", "damaged"
+    stream, is_told = _TarStream(unpack(file, name, checks_first=True)), False # that something is damaged, and nothing was found since
+    while True:
+        try:
+            with tarfile.open(fileobj=stream, mode="r|*", tarinfo=_Header, ignore_zeros=True) as tar:
+                while (member := tar.next()) is not None or tar.is_damaged:
+                    tar.members.clear()
+                    if tar.is_damaged: yield "", "damaged"
+                    tar.is_damaged, is_told = False, tar.is_damaged
+                    if member is not None and member.isfile(): yield member.name, _content(tar, member, endings)
+                if tar.has_end or is_told: return
+        except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+            if getattr(error, "errno", None): raise
+        if not is_told: yield "", "damaged"
+        is_told = True
+        if not stream.find_header(): return
 
 def _content(tar: tarfile.TarFile, member: tarfile.TarInfo, endings: Collection[str]) -> bytes | str:
     if not member.name.lower().endswith(tuple(endings)): return b""

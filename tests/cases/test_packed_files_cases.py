@@ -305,3 +305,29 @@ def test_members_behind_damaged_extended_headers_are_read():
         damaged = whole[:place] + b"?" * 512 + whole[place + 512:]
         names = [name for name, _ in read_members(io.BytesIO(damaged), "a.tar", (".txt",))]
         assert set(names) >= {f"{number}.txt" for number in (0, 1, 3, 4, 5)}, place
+
+
+@pytest.mark.parametrize("name, pack", [("a.tar.gz", gzip.compress), ("a.tgz", gzip.compress), ("a.tar.xz", lambda text: lzma.compress(text, preset=0)), ("a.tar.zst", frame), ("a.tar.bz2", bz2.compress)])
+def test_members_of_a_packed_archive_behind_a_lost_unit_are_read(name, pack):
+    import tarfile
+    archive, rng = io.BytesIO(), random.Random(3)
+    texts = {f"{number}.txt": rng.randbytes(20_000).hex().encode() for number in range(30)}
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        for each, text in texts.items():
+            info = tarfile.TarInfo(each)
+            info.size = len(text)
+            tar.addfile(info, io.BytesIO(text))
+    whole, step = archive.getvalue(), 250_000
+    units = [bytearray(pack(whole[at:at + step])) for at in range(0, len(whole), step)]
+    units[2][len(units[2]) // 2] ^= 4
+    found = list(read_members(io.BytesIO(b"".join(units)), name, (".txt",)))
+    kept = {each: text for each, text in found if text != "damaged"}
+    assert kept.items() <= texts.items() and len(kept) >= 21 and {"0.txt", "11.txt", "19.txt", "29.txt"} <= set(kept)
+    assert 1 <= sum(text == "damaged" for _, text in found) <= 2
+
+
+@pytest.mark.parametrize("name, pack", [("a.gz", gzip.compress), ("a.xz", lzma.compress), ("a.zst", frame)])
+def test_a_file_that_is_cut_off_is_said_to_end_too_early(name, pack):
+    packed = pack(random.Random(4).randbytes(9000))
+    for num_bytes in (100, 5000, len(packed) - (2 if name != "a.xz" else 60)):
+        assert packed_files.faults(io.BytesIO(packed[:num_bytes]), name)[-1].reason == "the file ends inside it", num_bytes
