@@ -99,14 +99,14 @@ def memory_by_component(
     world_size: int = 1,    # ranks
     zero_stage: int = 0,    # 0: DDP or one process; 1, 2, 3: what is spread over the ranks
 ) -> dict[str, int]:        # bytes on one rank by component
-    "Weights, gradients, optimizer, activations, their total; temporary memory of kernels comes on top."
+    "Weights, gradients at their peak (ZeRO-1 keeps only a share from backward to step), optimizer with ZeRO's fp32 copies, activations, total; temporary memory of kernels comes on top."
     model, train = config.model, config.train
     shapes = stored_shapes(model)
     held = torch.bfloat16 if train.weights == "bf16" else torch.float32
     sizes = {name: 4 * math.prod(shape) for name, shape in shapes.items()} # in fp32
     hidden = sum(size for name, size in sizes.items() if config.optim.kind == "muon" and name.startswith("blocks.") and ".router." not in name and len(shapes[name]) == 2)
     whole = sum(sizes.values())
-    weights, copies = whole * held.itemsize // 4, whole if held == torch.bfloat16 else 0
+    weights, copies = whole * held.itemsize // 4, whole if held == torch.bfloat16 or zero_stage else 0 # in fp32; ZeRO copies fp32 weights too
     rows = min(train.micro_batch, train.global_batch // world_size)
     again = len(blocks_to_recompute(train.checkpoint_activations, model, rows, train.seq_len, dtype, held))
     spread = lambda size, stage: -(-size // world_size) if zero_stage >= stage else size

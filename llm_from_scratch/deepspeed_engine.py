@@ -98,11 +98,12 @@ def agree_settings(
     theirs: dict, # the user's JSON
     *,
     where: str,   # its file
+    decided: dict[str, str] = DECIDED, # place -> what decides it
 ) -> dict:        # both; theirs wins where it may
     "Lay a user's settings over ours; UserError with both values where they contradict the configuration."
     for section in ("optimizer", "scheduler"):
         if section in theirs: raise UserError(f"{where} has a section {section!r}; leave it out: the run's optim options decide it")
-    for place, option in DECIDED.items():
+    for place, option in decided.items():
         given, mine = look_up(theirs, place), look_up(ours, place)
         if given not in (None, "auto", mine): raise UserError(f"{where} says {place} {given}, the run's {option} makes it {mine}; change one, or leave it out of the file")
     return merge(ours, _without_auto(theirs))
@@ -276,7 +277,8 @@ def build_engine(
     options = {"loss": next_token_loss, **options, "device": device, "dtype": dtype, "clipper": clipper, "scaler": scaler or LossScaler(config.train)}
     if not config.engine.zero: return prepare(model, optimizer, ranks=ranks, compile=compile, options=config.engine, experts=experts, **options)
     settings = zero_settings(config, ranks.world_size, sum(p.numel() for p in model.parameters()))
-    if file := config.engine.deepspeed_config: settings = agree_settings(settings, read_json(file), where=file)
+    decided = DECIDED | ({"gradient_clipping": "optim.kind muon, which ZeRO does not clip,"} if config.optim.kind == "muon" else {})
+    if file := config.engine.deepspeed_config: settings = agree_settings(settings, read_json(file), where=file, decided=decided)
     known, plain = parameter_names(model, optimizer), copy_to_cpu(model) if ranks.is_main else None
     for name, p in model.named_parameters():
         if p.requires_grad and name not in known: raise UserError(f"parameter {name!r} is not in the optimizer: create it in __init__, before the optimizer")

@@ -1,13 +1,16 @@
 "Cases from practice about the model's numerics."
 
+import json
+import math
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from llm_from_scratch.accounting import activation_bytes, blocks_to_recompute, memory_by_component, saved_bytes
+from llm_from_scratch.accounting import activation_bytes, blocks_to_recompute, memory_by_component, saved_bytes, stored_shapes
 from llm_from_scratch.attention_choice import choose_attention
 from llm_from_scratch.config import ModelConfig, build_config, load_preset, replace
 from llm_from_scratch.env import UserError
@@ -552,6 +555,18 @@ def test_memory_is_what_torch_allocates(kind, weights):
     assert found["optimizer"] == moments
     assert found["activations"] / kept == pytest.approx(1, abs=0.03)
     assert found["total"] == sum(size for name, size in found.items() if name != "total")
+
+
+def test_memory_under_zero_is_what_was_measured():
+    tiny = replace(build_config(load_preset("tiny")), model={"vocab_size": 4096}, optim={"kind": "adamw"})
+    numbers = sum(math.prod(shape) for shape in stored_shapes(tiny.model).values())
+    for line in (Path(__file__).parents[2] / "benchmarks/results/zero_stages.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        found = memory_by_component(tiny, dtype=torch.float32, world_size=row["ranks"], zero_stage=row["stage"])
+        seen = {part: size / row["parameters"] for part, size in row["bytes"][0].items()}
+        seen["optimizer"] = seen.pop("moments") + seen.pop("copies")
+        if row["stage"] == 1: seen["gradients"] *= row["ranks"] # measured after backward, the account says the peak
+        assert seen == pytest.approx({part: found[part] / numbers for part in seen}, rel=1e-3), row["stage"]
 
 
 def test_attention_is_chosen_by_device_and_told(monkeypatch):

@@ -14,6 +14,7 @@ from llm_from_scratch.checkpointing import load_checkpoint, load_run, pack_state
 from llm_from_scratch.config import ModelConfig, build_config
 from llm_from_scratch.deepspeed_engine import build_engine
 from llm_from_scratch.distributed import barrier, broadcast_object, next_token_loss
+from llm_from_scratch.env import Ranks, UserError
 from llm_from_scratch.eval import evaluate_loader
 from llm_from_scratch.model import Transformer
 from llm_from_scratch.optim import build_optimizer
@@ -230,3 +231,12 @@ def test_muon_and_a_contradicting_json_are_refused_in_one_line(options, tmp_path
     assert code != 0 and len(errors(out)) == 1 and "ZeRO-3 cuts them" in errors(out)[0], out
     code, out = finish(command(2, *options, *engine, "--engine.deepspeed-config", own))
     assert code != 0 and len(errors(out)) == 1 and "train_batch_size 16, the run's train.global_batch makes it 8" in errors(out)[0], out
+
+
+def test_a_limit_that_muon_does_not_keep_is_refused_with_its_reason(tmp_path):
+    own = tmp_path / "ds.json"
+    own.write_text(json.dumps({"gradient_clipping": 1.0}))
+    with pytest.raises(UserError, match="gradient_clipping 1.0, the run's optim.kind muon, which ZeRO does not clip, makes it 0.0"):
+        make(Ranks(), 1, own=own, optim=dict(kind="muon"))
+    with pytest.raises(UserError, match="gradient_clipping 1.0, the run's optim.max_grad_norm makes it 0.5"):
+        make(Ranks(), 1, own=own, optim=dict(kind="adamw", max_grad_norm=0.5))
