@@ -26,7 +26,7 @@ from .env import UserError, run_command
 from .gguf_files import check_gguf, write_gguf
 from .hf_tokenizer import parse_model, read_hf_tokenizer, write_hf_tokenizer
 from llm_from_scratch.hf_weights import (
-    DTYPES, config_from_hf, config_to_hf, hf_names, our_tensors, plain_tensors, read_tensors, require_finite, require_shapes, write_tensors,
+    DTYPES, config_from_hf, config_to_hf, hf_names, our_tensors, plain_tensors, read_tensors, require_finite, require_shapes, write_tensors, _say_left_out,
 )
 from .model import Transformer
 from .moe import build_model
@@ -74,6 +74,7 @@ def import_hf(
     "A Llama-shaped model of other people's; UserError naming what can't be taken."
     cfg, tokenizer = read_hf_shape(path)
     require_shapes(path, cfg)
+    _say_left_out(path, cfg)
     if tokenizer is None: logging.getLogger("llm_from_scratch").warning(f"imported without a tokenizer: {read_hf_tokenizer(path)[1]}")
     with torch.random.fork_rng(devices=[]): model = build_model(cfg).eval()
     model.load_state_dict(match_weights(model, our_tensors(read_tensors(path), cfg), source=str(path)), strict=False)
@@ -145,7 +146,7 @@ def transformers_logits(
     shown = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try: model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, ImportError) as error: raise UserError(f"transformers can't read {folder}: {' '.join(str(error).split())[:200]}") from error
+    except Exception as error: raise UserError(f"transformers can't read {folder}: {' '.join(str(error).split())[:200]}") from error
     finally:
         if shown: transformers.utils.logging.enable_progress_bar()
     with torch.no_grad(): return model(ids).logits
@@ -275,7 +276,7 @@ def import_run(
     if not is_hf_folder(path): raise UserError(f"{path} has no config.json: it is not a model in Hugging Face's layout")
     _check_request(out)
     _, tokenizer = read_hf_shape(path)
-    if tokenizer is None: raise UserError(f"{read_hf_tokenizer(path)[1]}; a run needs the model's tokenizer, as the file that SentencePiece writes")
+    if tokenizer is None: raise UserError(f"{read_hf_tokenizer(path)[1]}; a run needs the model's tokenizer")
     model, _ = import_hf(path)
     require_finite(model, str(path))
     config = build_config({"model": model.cfg.model_dump(), "tokenizer": {"vocab_size": tokenizer.vocab_size}, "train": {"seq_len": min(256, model.cfg.max_seq_len)}})

@@ -9,6 +9,7 @@ __all__ = ['BLOCK_NAMES', 'MLP_NAMES', 'EXPERT_NAMES', 'ROPE_NAMES', 'DTYPES', '
            'require_finite']
 
 # %% ../nbs/06f_hf_weights.ipynb #457ecc09
+import logging
 import re
 from pathlib import Path
 
@@ -140,6 +141,34 @@ def require_known(
         if fields.get(name, value) != value: raise UserError(f"{where}: {name} {str(fields[name])[:40]} is not known here: only {value} can be imported")
     return fields
 
+# %% ../nbs/06f_hf_weights.ipynb #f19b4320
+def _added_ids(path: Path) -> list:
+    found = read_json(path) if path.is_file() else {}
+    if not isinstance(found, dict): return []
+    return list(found.values()) if path.name == "added_tokens.json" else [token.get("id") for token in found.get("added_tokens") or [] if isinstance(token, dict)]
+
+# %% ../nbs/06f_hf_weights.ipynb #e03391df
+def _say_left_out(folder: str | Path, cfg: ModelConfig) -> None:
+    "Warn of rows of a folder's embedding that its tokenizer has no pieces for, and name the file that has."
+    rows = range(cfg.vocab_size, cfg.padded_vocab_size)
+    if not rows: return
+    paths = (Path(folder, name) for name in ("added_tokens.json", "tokenizer.json"))
+    named = next((f"; {path} names what they stand for" for path in paths if any(number in rows for number in _added_ids(path))), "")
+    logging.getLogger("llm_from_scratch").warning(f"{len(rows):,} rows of the embedding have no piece and are left out{named}")
+
+# %% ../nbs/06f_hf_weights.ipynb #f67b4169
+_TYPES = {bool: ("true or false", "tie_word_embeddings"), float: ("number", "rms_norm_eps", "initializer_range", "rope_theta"),
+          int: ("whole number", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+                "intermediate_size", "max_position_embeddings", "num_local_experts", "num_experts_per_tok")} # type -> its name, and the fields
+
+# %% ../nbs/06f_hf_weights.ipynb #842f6fbb
+def _require_types(fields: dict, where: str) -> None:
+    for kind, (word, *names) in _TYPES.items():
+        for name in names:
+            value = fields.get(name)
+            if value is None or type(value) is kind or kind is float and type(value) is int: continue
+            raise UserError(f"{where}: {name} {str(value)[:40]!r} is no {word}, but a {type(value).__name__}")
+
 # %% ../nbs/06f_hf_weights.ipynb #40f73d19
 def vocabulary_fields(
     rows: int,              # of the embedding in the files
@@ -160,6 +189,7 @@ def config_from_hf(
 ) -> ModelConfig:                   # in Hugging Face's RoPE layout
     "Our shape of their model; UserError naming what can't be."
     fields, experts = require_known(fields, where), {}
+    _require_types(fields, where)
     if fields["model_type"] == "mixtral": experts = dict(num_experts=fields["num_local_experts"], experts_per_token=fields["num_experts_per_tok"])
     if experts.get("experts_per_token") == 1: raise UserError(f"{where}: num_experts_per_tok 1 is not known here: one choice counts by its probability, not in full")
     try: values = dict(hidden_size=fields["hidden_size"], num_layers=fields["num_hidden_layers"], num_heads=fields["num_attention_heads"],
@@ -248,7 +278,10 @@ def our_tensors(
     dropped, table = {"lm_head.weight"} - names.keys(), tensors.get("model.embed_tokens.weight")
     if dropped and table is not None and not torch.equal(tensors.get("lm_head.weight", table), table):
         raise UserError("lm_head.weight differs from model.embed_tokens.weight, which tie_word_embeddings in config.json says are one; set it to false there")
-    return {names.get(name, name): tensor.float() for name, tensor in tensors.items() if name not in dropped and not name.endswith("inv_freq")}
+    taken = {name: tensor for name, tensor in tensors.items() if name not in dropped and not name.endswith("inv_freq")}
+    if whole := next((name for name, tensor in taken.items() if not tensor.is_floating_point()), None):
+        raise UserError(f"{whole} is of {str(taken[whole].dtype).removeprefix('torch.')}, which holds no weights as they were trained; take the model in fp32, bf16 or fp16")
+    return {names.get(name, name): tensor.float() for name, tensor in taken.items()}
 
 # %% ../nbs/06f_hf_weights.ipynb #27fd69db
 def require_finite(

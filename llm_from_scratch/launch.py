@@ -35,7 +35,7 @@ from llm_from_scratch.config import (
 from .env import Ranks, UserError, environment_fingerprint, environment_report, hash_json, usable_cores
 from .export import is_hf_folder, read_hf_shape
 from .hf_tokenizer import read_hf_tokenizer
-from .hf_weights import our_tensors, read_tensors, require_finite
+from .hf_weights import _say_left_out, our_tensors, read_tensors, require_finite
 from .model import Transformer, expected_shapes
 from .optim import Schedule
 from .signatures import read_key
@@ -272,6 +272,7 @@ def load_initial_weights(
     theirs = len(tensors.get("embedding.weight", ()))
     if theirs and theirs != rows:
         raise UserError(f"train.init_from {name} has {theirs:,} vocabulary rows, the run {rows:,}: its tokenizer is another one; name the weights' own with tokenizer.path")
+    _say_left_out(name, model.cfg)
     model.load_state_dict(match_weights(model, tensors, source=f"train.init_from {name}"), strict=False)
     require_finite(model, f"train.init_from {name}")
 

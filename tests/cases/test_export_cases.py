@@ -21,6 +21,7 @@ from llm_from_scratch.env import UserError
 from llm_from_scratch.export import check_hf, export_gguf, export_hf, import_hf, import_run, main, write_hf
 from llm_from_scratch.generate import complete, generate, heal_prompt, stream
 from llm_from_scratch.hf_weights import config_from_hf, config_to_hf, plain_tensors, read_tensors
+from llm_from_scratch.launch import load_initial_weights
 from llm_from_scratch.model import Transformer
 from llm_from_scratch.moe import build_model
 from llm_from_scratch.tokenizer import StreamDecoder, Tokenizer, train_model
@@ -221,6 +222,10 @@ def test_a_damaged_gguf_file_is_not_kept(run_dir, tmp_path, monkeypatch):
     (dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}), "partial_rotary_factor 0.5"),
     (dict(num_key_value_heads=3), "num_heads 4 is not divisible by num_kv_heads 3"),
     (dict(hidden_size="wide"), "hidden_size"),
+    (dict(num_hidden_layers="2"), "num_hidden_layers '2' is no whole number, but a str"),
+    (dict(num_hidden_layers=True), "num_hidden_layers 'True' is no whole number, but a bool"),
+    (dict(tie_word_embeddings="false"), "tie_word_embeddings 'false' is no true or false, but a str"),
+    (dict(rms_norm_eps="1e-5"), "rms_norm_eps '1e-5' is no number, but a str"),
     (dict(vocab_size=50), None),
 ])
 def test_another_architecture_is_named_in_one_line(change, complaint, tmp_path):
@@ -388,12 +393,40 @@ def test_weights_that_are_no_numbers_are_named_before_anything_is_written(tokeni
         import_run(tmp_path, tmp_path / "run")
 
 
+def test_what_transformers_refuses_is_one_line(tokenizer, tmp_path):
+    pytest.importorskip("transformers")
+    write_hf(tmp_path, build(tokenizer), tokenizer)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"attention_dropout": "none"}))
+    with pytest.raises(UserError, match=r"^transformers can't read [^\n]*attention_dropout[^\n]*$"):
+        import_run(tmp_path, tmp_path / "run")
+
+
+@pytest.mark.parametrize("file, content", [(None, {}), ("added_tokens.json", {"<tool>": 320}), ("tokenizer.json", {"added_tokens": [{"id": 1}, {"id": 321}]})])
+def test_rows_without_a_piece_are_told_of(tokenizer, tmp_path, caplog, monkeypatch, file, content):
+    write_hf(tmp_path, build(vocab_size=328), tokenizer)
+    (tmp_path / "tokenizer.json").unlink()
+    if file: (tmp_path / file).write_text(json.dumps(content))
+    monkeypatch.setattr(logging.getLogger("llm_from_scratch"), "propagate", True)
+    model, _ = import_hf(tmp_path)
+    load_initial_weights(str(tmp_path), model)
+    lines = [f"8 rows of the embedding have no piece and are left out{f'; {tmp_path / file} names what they stand for' if file else ''}"]
+    assert [record.message for record in caplog.records] == lines * 2
+
+
+def test_weights_of_an_integer_type_are_refused(tmp_path):
+    write_hf(tmp_path, build(), None)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"model.norm.weight": torch.ones(32, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="model.norm.weight is of int8"): import_hf(tmp_path)
+
+
 def test_an_import_without_a_tokenizer_is_one_line(tmp_path, caplog, monkeypatch):
     write_hf(tmp_path, build(), None)
     monkeypatch.setattr(logging.getLogger("llm_from_scratch"), "propagate", True)
     with pytest.raises(UserError, match="has no tokenizer.model; a run needs the model's tokenizer") as error:
         main(["import", str(tmp_path), str(tmp_path / "out")])
-    assert "import_hf" not in str(error.value) and not caplog.records
+    assert str(error.value).endswith("the model's tokenizer") and "import_hf" not in str(error.value) and not caplog.records
 
 
 @pytest.mark.parametrize("action", ["hf", "gguf", "import"])
