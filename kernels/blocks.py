@@ -27,6 +27,8 @@ def block_ranges(
     row_low, row_high = _bounds(row_ids, rows)
     low, high = _bounds(column_ids, columns)
     shared = (row_low[:, :, None] <= high[:, None]) & (low[:, None] <= row_high[:, :, None])
+    if not shared.shape[2]:
+        return torch.zeros(*shared.shape[:2], 2, dtype=torch.int32, device=shared.device)
     number = torch.arange(1, shared.shape[2] + 1, device=shared.device, dtype=torch.int32)
     last = (shared * number).amax(2)
     first = (shared * number.flip(0)).amax(2)

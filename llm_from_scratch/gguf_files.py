@@ -33,7 +33,7 @@ def shape_fields(
     dtype: str,       # of the matrices, a key of FILE_TYPES
 ) -> dict:            # names and values
     "A model's shape in GGUF's words; UserError for experts, and for RoPE that is scaled by more than a factor."
-    if cfg.num_experts or cfg.rope_scaling not in ("none", "linear"): raise UserError(f"model.num_experts {cfg.num_experts}, model.rope_scaling {cfg.rope_scaling}: GGUF files are written for dense models with none or linear only")
+    if cfg.num_experts or cfg.rope_scaling not in ("none", "linear"): raise UserError(f"model.{'num_experts' if cfg.num_experts else 'rope_scaling'} {cfg.num_experts or cfg.rope_scaling}: GGUF files are written for dense models with none or linear only")
     scaling = {"rope.scaling.type": "linear", "rope.scaling.factor": cfg.rope_factor} if cfg.rope_scaling == "linear" else {}
     counts = {"vocab_size": cfg.vocab_size, "context_length": cfg.max_seq_len, "embedding_length": cfg.hidden_size, "block_count": cfg.num_layers,
         "feed_forward_length": cfg.mlp_size, "attention.head_count": cfg.num_heads, "attention.head_count_kv": cfg.num_kv_heads,

@@ -54,7 +54,7 @@ def mean_over(
     counted: torch.Tensor | None = None, # (N,) false for padding; none counted: zeros
 ) -> torch.Tensor:                       # (...)
     "Mean over the tokens that count."
-    if counted is None: return values.mean(0)
+    if counted is None: return values.mean(0) if len(values) else values.sum(0)
     weights = counted.to(values.dtype).view(-1, *[1] * (values.ndim - 1))
     return (values * weights).sum(0) / weights.sum().clamp(min=1)
 
@@ -145,7 +145,7 @@ class MoE(nn.Module):
             kept = keep_within_capacity(routes.chosen, cfg.num_experts, capacity, counted)
         self.losses = {"balance": cfg.balance_weight * balance_loss(routes, counted), "router_z": cfg.router_z_weight * z_loss(routes, counted)}
         self.statistics = router_statistics(routes, kept, counted)
-        return run_experts(self.experts, x, routes, kept).view(shape[1], shape[0], -1).transpose(0, 1)
+        return run_experts(self.experts, x, routes, kept).view(shape[1], shape[0], shape[2]).transpose(0, 1)
 
     def aux_losses(self) -> dict[str, torch.Tensor]:
         "The weighted losses of the last forward pass."

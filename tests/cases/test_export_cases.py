@@ -20,6 +20,7 @@ from llm_from_scratch.config import Config, ModelConfig, to_yaml
 from llm_from_scratch.env import UserError
 from llm_from_scratch.export import check_hf, export_gguf, export_hf, import_hf, import_run, main, write_hf
 from llm_from_scratch.generate import complete, generate, heal_prompt, stream
+from llm_from_scratch.gguf_files import shape_fields
 from llm_from_scratch.hf_weights import config_from_hf, config_to_hf, plain_tensors, read_tensors
 from llm_from_scratch.launch import load_initial_weights
 from llm_from_scratch.model import Transformer
@@ -474,3 +475,9 @@ def test_an_index_that_names_no_files_is_one_line(tmp_path, index):
 @pytest.mark.parametrize("odd", [{"rope_theta": None}, {"rope_scaling": [1]}, {"vocab_size": "50"}, {"rope_scaling": {"type": "linear", "factor": "x"}}])
 def test_a_configuration_with_values_of_the_wrong_kind_is_one_line(odd):
     with pytest.raises(UserError, match="^config.json: "): config_from_hf({"model_type": "llama", **FAMILY, **odd}, num_pieces=None if "vocab_size" not in odd else 50)
+
+
+def test_gguf_names_only_what_it_has_no_home_for():
+    with pytest.raises(UserError, match="^model.rope_scaling llama3: GGUF") as error:
+        shape_fields(ModelConfig(vocab_size=50, hidden_size=32, num_layers=1, rope_scaling="llama3", rope_factor=2.0), "fp32")
+    assert "num_experts" not in str(error.value)

@@ -193,3 +193,11 @@ def test_fractions_sum_to_one():
     assert torch.allclose(routes.shares.sum(-1), torch.ones(50))
     with pytest.raises(ValueError, match="above num_experts"):
         config(num_experts=2, experts_per_token=3)
+
+
+@pytest.mark.parametrize("options", [{}, {"capacity_factor": 1.0}])
+@pytest.mark.parametrize("shape", [(0, 4, 32), (2, 0, 32)])
+def test_no_tokens_in_no_tokens_out(shape, options):
+    layer = MoE(ModelConfig(vocab_size=50, hidden_size=32, num_layers=1, num_experts=3, **options))
+    assert layer(torch.zeros(shape)).shape == shape
+    assert all(loss == 0 for loss in layer.aux_losses().values())

@@ -91,3 +91,9 @@ def test_touched_blocks_and_work():
     assert touched_blocks(130, 130, rows=64, columns=64)[0].tolist() == [[True, False, False], [True, True, False], [True] * 3]
     assert touched_blocks(64, 192, rows=64, columns=64)[0].tolist() == [[True] * 3]
     assert attention_flops(4, 4, 2) == 4 * 10 * 2
+
+
+def test_no_tokens_of_no_documents():
+    q, k = torch.zeros(2, 2, 0, 8), torch.zeros(2, 1, 0, 8)
+    assert blockwise_attention(q, k, k, doc_ids=torch.zeros(2, 0, dtype=torch.int64)).shape == q.shape
+    with pytest.raises(ValueError, match="can't share 0 key heads"): blockwise_attention(q, k[:, :0], k[:, :0])
