@@ -58,14 +58,14 @@ class Sampling:
     seed: int | None = None          # same seed, same draws; None takes a new one from torch's own state
 
     def __post_init__(self):
-        if not 0 <= self.temperature < math.inf:
-            raise UserError(f"temperature is {self.temperature}: give 0 (greedy) or a positive number")
-        if self.top_k is not None and (self.top_k < 1 or self.top_k != int(self.top_k)):
+        if self.temperature != 0 and not 1e-30 <= self.temperature < math.inf:
+            raise UserError(f"temperature is {self.temperature}: give 0 (greedy) or a number of at least 1e-30")
+        if self.top_k is not None and (self.top_k < 1 or not isinstance(self.top_k, int)):
             raise UserError(f"top_k is {self.top_k}: give a whole number of at least 1, or leave it out")
         if not 0 <= self.top_p <= 1:
             raise UserError(f"top_p is {self.top_p}: give a number from 0 (greedy) to 1 (no cut)")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise UserError(f"repetition_penalty is {self.repetition_penalty}: give a positive number, 1 for none")
+        if not 1e-30 <= self.repetition_penalty <= 1e30:
+            raise UserError(f"repetition_penalty is {self.repetition_penalty}: give a number from 1e-30 to 1e30, 1 for none")
         if self.seed is not None and not 0 <= self.seed < 2**64:
             raise UserError(f"seed is {self.seed}: give a whole number from 0 to {2**64 - 1}, or leave it out")
 

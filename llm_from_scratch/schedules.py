@@ -45,6 +45,7 @@ def lr_at(
 ) -> float:                    # rate to use in this step
     "Linear warmup, then a curve down to the floor; UserError if the warmup outlasts the run."
     if kind not in CURVES: raise UserError(f"optim.schedule {kind!r} does not exist as a function of the step; use {', '.join(CURVES)}")
+    if warmup < 0: raise UserError(f"optim.warmup_steps {warmup} is negative; 0 starts at the peak")
     if warmup > total: raise UserError(f"optim.warmup_steps {warmup} is above train.steps {total}: the peak is never reached")
     if step < 0: raise UserError(f"step {step} is negative; steps count from 0")
     if step < warmup: return peak * (step + 1) / warmup

@@ -374,3 +374,8 @@ def test_one_group_of_options_serves_every_way_to_draw(tokenizer):
     assert text == tokenizer.decode(generate(model, ids, max_new_tokens=12, eos_id=tokenizer.eos_id, **options)[0])
     with pytest.raises(TypeError, match="temprature"):
         complete(model, tokenizer, "def ", max_new_tokens=3, temprature=1.0)
+
+
+@pytest.mark.parametrize("option", [{"temperature": 1e-320}, {"top_k": 2.0}, {"repetition_penalty": 1e-320}, {"repetition_penalty": 1e40}])
+def test_options_that_no_float_can_divide_by_are_refused(option):
+    with pytest.raises(UserError, match=f"^{next(iter(option))} is "): Sampling(**option)

@@ -197,3 +197,7 @@ def test_the_guard_waits_for_its_window_and_ignores_what_it_cannot_undo():
     guard.note_return(7)
     assert not guard.may_go_back and guard.num_lost == 7
     assert [bool(guard.judge(5.0, 1.0)) for _ in range(5)] == [True, True, True, False, False]
+
+
+def test_a_negative_warmup_is_refused():
+    with pytest.raises(UserError, match="warmup_steps -1 is negative"): lr_at(0, peak=1.0, floor=0.0, warmup=-1, total=10)
