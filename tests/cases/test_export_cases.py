@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import urllib.request
 from types import SimpleNamespace
 
 import pytest
@@ -189,6 +190,45 @@ def test_experts_of_a_gguf_file_are_the_same_in_mixtral(tokenizer, tmp_path):
     theirs.load_state_dict(state)
     ids = torch.randint(320, (2, 64))
     assert largest(theirs(ids).logits, ours(ids)) < 1e-4
+
+
+@pytest.fixture
+def llama_cpp():
+    "Starts llama.cpp's server on a GGUF file, inside this process."
+    llama = pytest.importorskip("xllamacpp")
+
+    def start(path):
+        options = llama.CommonParams()
+        options.model.path, options.n_ctx, options.n_parallel, options.port, options.verbosity = str(path), 64, 1, 0, 0
+        options.warmup = options.fit_params = False
+        options.cpuparams.n_threads = options.cpuparams_batch.n_threads = 1
+        options.cache_type_k = options.cache_type_v = llama.ggml_type.GGML_TYPE_F32
+        options.flash_attn_type = llama.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        return llama.Server(options)
+
+    return start
+
+
+@pytest.mark.parametrize("dtype, limit", [("fp32", 1e-4), ("bf16", 0.1)])
+@pytest.mark.parametrize("shape", [{}, LLAMA3, dict(rope_scaling="linear", rope_factor=4.0, rope_base=100.0), dict(num_experts=4, tie_embeddings=False),
+    dict(num_experts=5, experts_per_token=3, head_dim=16, rope_layout="interleaved", **LLAMA3)])
+def test_llama_cpp_computes_what_the_model_computes(shape, dtype, limit, tokenizer, tmp_path, llama_cpp):
+    folder, ours = gguf_run(tmp_path / "run", tokenizer, **shape)
+    export_gguf(folder, tmp_path / "model.gguf", dtype=dtype)
+    ids = torch.randint(5, 320, (60,), generator=torch.Generator().manual_seed(5))
+    answer = llama_cpp(tmp_path / "model.gguf").handle_completions({"prompt": ids.tolist(), "max_tokens": 1, "logprobs": 320, "temperature": 0.0})
+    found = {token["id"]: token["logprob"] for token in answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]}
+    meant = ours(ids[None])[0, -1].log_softmax(-1)
+    assert sorted(found) == list(range(320)) and largest(torch.tensor([found[number] for number in range(320)]), meant) < limit
+
+
+def test_llama_cpp_cuts_texts_as_the_tokenizer_does(tokenizer, tmp_path, llama_cpp):
+    folder, _ = gguf_run(tmp_path / "run", tokenizer)
+    export_gguf(folder, tmp_path / "model.gguf")
+    server = llama_cpp(tmp_path / "model.gguf")
+    for text in [*STRANGE, *TEXTS[:5]]:
+        question = urllib.request.Request(f"{server.listening_address}/tokenize", json.dumps(dict(content=text, add_special=True, parse_special=False)).encode(), {"Content-Type": "application/json"})
+        with urllib.request.urlopen(question, timeout=60) as answer: assert json.load(answer)["tokens"] == tokenizer.encode(text, bos=True)
 
 
 @pytest.mark.parametrize("change, complaint", [(dict(experts_per_token=1), "experts_per_token 1"), (dict(router_temperature=0.5), "router_temperature 0.5")])
