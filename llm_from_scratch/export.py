@@ -115,11 +115,11 @@ def rounded_copy(
     model: Transformer, # in fp32
     dtype: str,         # of the files, a key of DTYPES
     *,
-    matrices_only: bool = False, # as GGUF holds them
+    matrices_only: bool = False, # but the routers', as GGUF holds them
 ) -> Transformer:
     "The model that files in a smaller type hold."
     copy = build_model(model.cfg).eval()
-    copy.load_state_dict({name: tensor if matrices_only and tensor.ndim < 2 else tensor.to(DTYPES[dtype]).float() for name, tensor in model.state_dict().items()})
+    copy.load_state_dict({name: tensor if matrices_only and (tensor.ndim < 2 or name.endswith(".router.weight")) else tensor.to(DTYPES[dtype]).float() for name, tensor in model.state_dict().items()})
     return copy
 
 # %% ../nbs/07a_export.ipynb #02bf2240

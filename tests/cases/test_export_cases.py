@@ -3,10 +3,12 @@
 import io
 import json
 import logging
+import math
 import os
 import re
 import subprocess
 import sys
+import urllib.request
 from types import SimpleNamespace
 
 import pytest
@@ -20,10 +22,10 @@ from llm_from_scratch.config import Config, ModelConfig, to_yaml
 from llm_from_scratch.env import UserError
 from llm_from_scratch.export import check_hf, export_gguf, export_hf, import_hf, import_run, main, write_hf
 from llm_from_scratch.generate import complete, generate, heal_prompt, stream
-from llm_from_scratch.gguf_files import shape_fields
+from llm_from_scratch.gguf_files import read_gguf
 from llm_from_scratch.hf_weights import config_from_hf, config_to_hf, plain_tensors, read_tensors
 from llm_from_scratch.launch import load_initial_weights
-from llm_from_scratch.model import Transformer
+from llm_from_scratch.model import Transformer, permute_rotary
 from llm_from_scratch.moe import build_model
 from llm_from_scratch.tokenizer import StreamDecoder, Tokenizer, train_model
 
@@ -115,8 +117,142 @@ def test_a_run_with_experts_is_exported_and_comes_back(tokenizer, tmp_path, alon
     assert check_hf(tmp_path, model, tokenizer, "fp32")["llm_from_scratch"].max_logit < 1e-5
     import_run(tmp_path, tmp_path / "run")
     assert load_run(tmp_path / "run").model.cfg.num_experts == 3
+
+
+def gguf_run(folder, tokenizer, **shape):
+    "A run of an untrained model, and the model."
+    shape = dict(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, max_seq_len=64, vocab_multiple=64, init_std=0.2) | shape
+    torch.manual_seed(2)
+    model = build_model(ModelConfig(vocab_size=tokenizer.vocab_size, **shape)).eval()
+    tokenizer.save(folder / "tokenizer")
+    (folder / "config.yaml").write_text(to_yaml(Config(model=shape, tokenizer=dict(vocab_size=320), train=dict(seq_len=64))))
+    save_checkpoint(folder / "checkpoints", {"model": model}, step=1, inputs={"tokenizer": tokenizer.fingerprint})
+    return folder, model
+
+
+LLAMA3 = dict(rope_scaling="llama3", rope_factor=8.0, rope_low_factor=1.0, rope_high_factor=4.0, rope_original_len=16, rope_base=100.0)
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_a_llama3_stretch_goes_into_a_gguf_file_as_factors(layout, tokenizer, tmp_path):
     pytest.importorskip("gguf")
-    with pytest.raises(UserError, match="num_experts 3.*dense models"): export_gguf(tmp_path / "run", tmp_path / "x.gguf")
+    folder, ours = gguf_run(tmp_path / "run", tokenizer, rope_layout=layout, head_dim=16, **LLAMA3)
+    assert export_gguf(folder, tmp_path / "model.gguf").max_logit < 1e-5
+    fields, tensors = read_gguf(tmp_path / "model.gguf")
+    factors, plain = tensors["rope_freqs.weight"], 100.0 ** (-torch.arange(8) / 8)
+    for factor, frequency in zip(factors.tolist(), plain.tolist()): # as llama.cpp's converter has it
+        wavelength = 2 * math.pi / frequency
+        smooth = (16 / wavelength - 1) / 3
+        assert factor == pytest.approx(1 if wavelength < 4 else 8 if wavelength > 16 else 1 / ((1 - smooth) / 8 + smooth), rel=1e-5)
+    assert len({round(factor, 3) for factor in factors.tolist()}) > 2 and not [name for name in fields if "scaling" in name]
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32).eval()
+    ids = torch.randint(320, (2, 64))
+    theirs.model.rotary_emb.inv_freq.copy_(plain / factors) # version 5 passes over the factors
+    assert largest(theirs(ids).logits, ours(ids)) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("shape", [dict(tie_embeddings=False), dict(rope_layout="interleaved", experts_per_token=3, **LLAMA3)])
+def test_experts_go_into_a_gguf_file_as_one_tensor(shape, dtype, tokenizer, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    folder, ours = gguf_run(tmp_path / "run", tokenizer, num_experts=4, capacity_factor=1.0, **shape)
+    export_gguf(folder, tmp_path / "model.gguf", dtype=dtype)
+    kinds = {tensor.name: (tensor.tensor_type, tensor.shape.tolist()) for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    large, width = {"fp32": gguf.GGMLQuantizationType.F32, "bf16": gguf.GGMLQuantizationType.BF16}[dtype], ours.cfg.mlp_size
+    assert kinds["blk.1.ffn_gate_inp.weight"] == (gguf.GGMLQuantizationType.F32, [32, 4])
+    assert kinds["blk.1.ffn_gate_exps.weight"] == kinds["blk.1.ffn_up_exps.weight"] == (large, [32, width, 4])
+    assert kinds["blk.1.ffn_down_exps.weight"] == (large, [width, 32, 4])
+    fields, tensors = read_gguf(tmp_path / "model.gguf")
+    assert (fields["llama.expert_count"], fields["llama.expert_used_count"]) == (4, ours.cfg.experts_per_token)
+    for part in ("gate", "up", "down"):
+        for expert in range(4):
+            weight = getattr(ours.blocks[1].mlp.experts[expert], part).weight
+            assert torch.equal(tensors[f"blk.1.ffn_{part}_exps.weight"][expert], weight if dtype == "fp32" else weight.bfloat16().float())
+
+
+def test_experts_of_a_gguf_file_are_the_same_in_mixtral(tokenizer, tmp_path):
+    pytest.importorskip("gguf")
+    transformers = pytest.importorskip("transformers")
+    folder, ours = gguf_run(tmp_path / "run", tokenizer, num_experts=4, tie_embeddings=False)
+    export_gguf(folder, tmp_path / "model.gguf")
+    _, tensors = read_gguf(tmp_path / "model.gguf")
+    theirs = transformers.MixtralForCausalLM(transformers.MixtralConfig(**{name: value for name, value in config_to_hf(ours.cfg, tokenizer).items() if name not in ("architectures", "model_type")})).eval()
+    kept = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    state = {f"{theirs}.weight": tensors[f"{name}.weight"] for theirs, name in kept.items()}
+    for layer in range(2):
+        part = {name: tensors[f"blk.{layer}.{name}.weight"] for name in ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")}
+        for name in ("attn_q", "attn_k"): part[name] = permute_rotary(part[name], ours.cfg.head_size, source="interleaved", target="half")
+        state |= {f"model.layers.{layer}.{name}": tensor for name, tensor in {
+            "input_layernorm.weight": part["attn_norm"], "post_attention_layernorm.weight": part["ffn_norm"], "self_attn.q_proj.weight": part["attn_q"],
+            "self_attn.k_proj.weight": part["attn_k"], "self_attn.v_proj.weight": part["attn_v"], "self_attn.o_proj.weight": part["attn_output"],
+            "mlp.gate.weight": part["ffn_gate_inp"], "mlp.experts.gate_up_proj": torch.cat([part["ffn_gate_exps"], part["ffn_up_exps"]], 1), "mlp.experts.down_proj": part["ffn_down_exps"]}.items()}
+    theirs.load_state_dict(state)
+    ids = torch.randint(320, (2, 64))
+    assert largest(theirs(ids).logits, ours(ids)) < 1e-4
+
+
+@pytest.fixture
+def llama_cpp():
+    "Starts llama.cpp's server on a GGUF file, inside this process."
+    llama = pytest.importorskip("xllamacpp")
+
+    def start(path):
+        options = llama.CommonParams()
+        options.model.path, options.n_ctx, options.n_parallel, options.port, options.verbosity = str(path), 64, 1, 0, 0
+        options.warmup = options.fit_params = False
+        options.cpuparams.n_threads = options.cpuparams_batch.n_threads = 1
+        options.cache_type_k = options.cache_type_v = llama.ggml_type.GGML_TYPE_F32
+        options.flash_attn_type = llama.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        return llama.Server(options)
+
+    return start
+
+
+@pytest.mark.parametrize("dtype, limit", [("fp32", 1e-4), ("bf16", 0.1)])
+@pytest.mark.parametrize("shape", [{}, LLAMA3, dict(rope_scaling="linear", rope_factor=4.0, rope_base=100.0), dict(num_experts=4, tie_embeddings=False),
+    dict(num_experts=5, experts_per_token=3, head_dim=16, rope_layout="interleaved", **LLAMA3)])
+def test_llama_cpp_computes_what_the_model_computes(shape, dtype, limit, tokenizer, tmp_path, llama_cpp):
+    folder, ours = gguf_run(tmp_path / "run", tokenizer, **shape)
+    export_gguf(folder, tmp_path / "model.gguf", dtype=dtype)
+    ids = torch.randint(5, 320, (60,), generator=torch.Generator().manual_seed(5))
+    answer = llama_cpp(tmp_path / "model.gguf").handle_completions({"prompt": ids.tolist(), "max_tokens": 1, "logprobs": 320, "temperature": 0.0})
+    found = {token["id"]: token["logprob"] for token in answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]}
+    meant = ours(ids[None])[0, -1].log_softmax(-1)
+    assert sorted(found) == list(range(320)) and largest(torch.tensor([found[number] for number in range(320)]), meant) < limit
+
+
+def test_llama_cpp_cuts_texts_as_the_tokenizer_does(tokenizer, tmp_path, llama_cpp):
+    folder, _ = gguf_run(tmp_path / "run", tokenizer)
+    export_gguf(folder, tmp_path / "model.gguf")
+    server = llama_cpp(tmp_path / "model.gguf")
+    for text in [*STRANGE, *TEXTS[:5]]:
+        question = urllib.request.Request(f"{server.listening_address}/tokenize", json.dumps(dict(content=text, add_special=True, parse_special=False)).encode(), {"Content-Type": "application/json"})
+        with urllib.request.urlopen(question, timeout=60) as answer: assert json.load(answer)["tokens"] == tokenizer.encode(text, bos=True)
+
+
+@pytest.mark.parametrize("change, complaint", [(dict(experts_per_token=1), "experts_per_token 1"), (dict(router_temperature=0.5), "router_temperature 0.5")])
+def test_experts_without_a_home_get_no_gguf_file(change, complaint, tokenizer, tmp_path):
+    pytest.importorskip("gguf")
+    folder, _ = gguf_run(tmp_path / "run", tokenizer, num_experts=3, **change)
+    with pytest.raises(UserError, match=complaint): export_gguf(folder, tmp_path / "out" / "x.gguf")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("tensor", ["rope_freqs.weight", "blk.1.ffn_up_exps.weight", "blk.0.ffn_gate_inp.weight"])
+def test_a_gguf_file_with_a_wrong_factor_or_expert_is_not_kept(tensor, tokenizer, tmp_path, monkeypatch):
+    gguf = pytest.importorskip("gguf")
+    folder, _ = gguf_run(tmp_path / "run", tokenizer, num_experts=3, **LLAMA3)
+    write = export.write_gguf
+
+    def write_badly(path, *args, **options):
+        write(path, *args, **options)
+        found = next(found for found in gguf.GGUFReader(path, "r+").tensors if found.name == tensor)
+        found.data[...] = found.data[::-1].copy() # the last one first
+
+    monkeypatch.setattr(export, "write_gguf", write_badly)
+    with pytest.raises(UserError, match=f"{tensor} is not what was written"): export_gguf(folder, tmp_path / "out" / "x.gguf")
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_an_exported_run_is_the_same_in_transformers(run_dir, tokenizer, tmp_path):
@@ -475,9 +611,3 @@ def test_an_index_that_names_no_files_is_one_line(tmp_path, index):
 @pytest.mark.parametrize("odd", [{"rope_theta": None}, {"rope_scaling": [1]}, {"vocab_size": "50"}, {"rope_scaling": {"type": "linear", "factor": "x"}}])
 def test_a_configuration_with_values_of_the_wrong_kind_is_one_line(odd):
     with pytest.raises(UserError, match="^config.json: "): config_from_hf({"model_type": "llama", **FAMILY, **odd}, num_pieces=None if "vocab_size" not in odd else 50)
-
-
-def test_gguf_names_only_what_it_has_no_home_for():
-    with pytest.raises(UserError, match="^model.rope_scaling llama3: GGUF") as error:
-        shape_fields(ModelConfig(vocab_size=50, hidden_size=32, num_layers=1, rope_scaling="llama3", rope_factor=2.0), "fp32")
-    assert "num_experts" not in str(error.value)
