@@ -117,7 +117,7 @@ def test_the_guard_goes_back_and_leaves_the_rows_out(corpus, tmp_path, caplog):
     config = configure(corpus, **GUARDED)
     logging.getLogger("llm_from_scratch").propagate = True
     with caplog.at_level("WARNING", "llm_from_scratch"): code, rows, training = run(config, tmp_path / "one", damage=break_batch(7, 1e4))
-    spikes = [record for record in caplog.records if record.message == "spike"]
+    spikes = list({id(record): record for record in caplog.records if record.message == "spike"}.values()) # a logger opened before hands a record on twice
     assert len(spikes) == 1, [(record.step, record.reason, record.back_to, record.getMessage()) for record in caplog.records]
     spike, = spikes
     assert code == DONE and list(rows) == list(range(1, 15)) and (training.guard.num_times, training.guard.num_lost) == (1, 3)
