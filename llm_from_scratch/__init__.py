@@ -14,9 +14,12 @@ if (Path(__file__).parents[1] / "kernels" / "attention.py").is_file() and (Path(
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
+_end = []  # of a command: empty while it runs, [None] while it says how it ended, [exit code] once that is said
+
+
 def _leave(number, frame):
-    if os.environ.get("RANK", "0") == "0": os.write(2, f"interrupted by {signal.Signals(number).name}\n".encode())
-    os._exit(130)
+    if not _end and os.environ.get("RANK", "0") == "0": os.write(2, f"interrupted by {signal.Signals(number).name}\n".encode())
+    if _end != [None]: os._exit(_end[0] if _end else 130)
 
 
 # Only in `python -m llm_from_scratch.X`, and until env.run_command takes over: imports take seconds, there is nothing to

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['DISK_ERRORS', 'REPEAT_SECONDS', 'RANK_VARIABLES', 'ADDRESS_VARIABLES', 'torch', 'dist', 'FAST_BF16_FLAGS',
            'REPORTED_PACKAGES', 'REPORTED_FLAGS', 'RECORD_FIELDS', 'MIN_DISK_BYTES', 'MIN_SHARED_MEMORY_BYTES',
-           'UserError', 'interruptible', 'run_command', 'hash_json', 'Ranks', 'read_ranks', 'choose_device',
-           'meet_anew', 'open_process_group', 'close_process_group', 'seed_everything', 'set_deterministic',
-           'set_debug', 'cpu_flags', 'has_fast_bf16', 'choose_dtype', 'why_not_compile', 'usable_cores',
-           'describe_code', 'environment_report', 'environment_fingerprint', 'open_log', 'Check',
+           'UserError', 'say_last_words', 'interruptible', 'run_command', 'hash_json', 'Ranks', 'read_ranks',
+           'choose_device', 'meet_anew', 'open_process_group', 'close_process_group', 'seed_everything',
+           'set_deterministic', 'set_debug', 'cpu_flags', 'has_fast_bf16', 'choose_dtype', 'why_not_compile',
+           'usable_cores', 'describe_code', 'environment_report', 'environment_fingerprint', 'open_log', 'Check',
            'declared_requirements', 'check_versions', 'check_disk', 'check_shared_memory', 'check_ranks', 'check_port',
            'check_threads', 'check_search_path', 'preflight', 'main']
 
@@ -50,6 +50,8 @@ from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 
+import llm_from_scratch
+
 # %% ../nbs/00_env.ipynb #59e6f1c7
 class UserError(ValueError):
     "What the user can put right; its message says what was wrong, where, and what to do."
@@ -59,25 +61,32 @@ DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, 
 
 REPEAT_SECONDS = 5 # what follows a signal so soon is the same wish: a launcher and a terminal both send one
 
+def say_last_words():
+    "From here on no signal ends this command: how it ends is decided, and what is left is to say it."
+    llm_from_scratch._end[:] = [None]
+
 @contextlib.contextmanager
 def interruptible():
     "Within the block SIGINT and SIGTERM raise KeyboardInterrupt with the signal's name; what follows at once does not."
     def interrupt(number, frame):
         nonlocal last
-        if time.monotonic() - last < REPEAT_SECONDS: return
+        if llm_from_scratch._end or time.monotonic() - last < REPEAT_SECONDS: return
         last = time.monotonic()
         raise KeyboardInterrupt(signal.Signals(number).name)
+    llm_from_scratch._end.clear()
     last, heard = -math.inf, threading.current_thread() is threading.main_thread()
     ours = [number for number in (signal.SIGINT, signal.SIGTERM) if heard and signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, interrupt) for number in ours}
     try: yield
     finally:
+        say_last_words()
         for number, handler in previous.items(): signal.signal(number, handler)
 
 def run_command(
     main: Callable[[list[str]], int | None], # gets the arguments without the program's name
 ):
     "Run a command's `main` and exit with its code; UserError, and a file that refuses, become one line and code 2."
+    code = None
     try:
         with interruptible(): code = main(sys.argv[1:]) or 0
         if sys.stdout is not None: sys.stdout.flush()
@@ -94,6 +103,7 @@ def run_command(
         if error.filename is None and error.errno not in DISK_ERRORS: raise
         print(f"error: {error.filename or 'a file'}: {error.strerror}; check the path, its rights and the space left", file=sys.stderr)
         code = 2
+    finally: llm_from_scratch._end[:] = [] if code is None else [code]
     if sys.stderr is not None: sys.stderr.flush()
     sys.exit(code)
 

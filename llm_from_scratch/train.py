@@ -43,7 +43,7 @@ from .deepspeed_engine import build_engine, check_engine, check_pieces
 from .documents import REASONS, corpus_files, inputs_hash, is_validation, read_corpus
 from llm_from_scratch.env import (
     Ranks, UserError, choose_device, choose_dtype, close_process_group, environment_report, hash_json, open_log, open_process_group,
-    read_ranks, run_command, seed_everything, set_debug, set_deterministic, why_not_compile,
+    read_ranks, run_command, say_last_words, seed_everything, set_debug, set_deterministic, why_not_compile,
 )
 from .eval import bits_per_byte, evaluate_loader, syntax_rate
 from .expert_gradients import sparse_experts
@@ -547,7 +547,8 @@ def main(
         open_process_group(ranks, choose_device(ranks), timeout_seconds=config.engine.timeout_seconds)
         code = hold_and_run(options, config, old, ranks)
         close_process_group()
-    except UserError as error: # every rank may have found it: one tells
+    except UserError as error: # every rank may have found it: one tells, and its launcher's signal comes too late
+        say_last_words()
         if speaks_first(str(error)): raise
         code = USER_ERROR
     except KeyboardInterrupt:

@@ -148,6 +148,13 @@ def test_a_signal_during_the_imports_is_one_line(command, number):
     assert process.communicate(timeout=60) == ("", f"interrupted by {number.name}\n") and process.returncode == 130
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_after_the_last_words_changes_neither_them_nor_the_code(number, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(f"import atexit, os\natexit.register(lambda: os.kill(os.getpid(), {int(number)}))\n")
+    process = subprocess.run([sys.executable, "-m", "llm_from_scratch.env", "--jsno"], env=clean_environment(PYTHONPATH=f"{tmp_path}:{Path(__file__).parents[2]}"), text=True, capture_output=True, timeout=120)
+    assert process.returncode == 2 and process.stderr.startswith("error: ") and process.stderr.count("\n") == 1, process.stderr
+
+
 def test_importing_the_package_leaves_signals_alone():
     code = "import signal, sys; sys.argv = ['-m']; import llm_from_scratch.env; print(signal.getsignal(signal.SIGINT) == signal.default_int_handler, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)"
     process = start(code, PYTHONPATH=str(Path(__file__).parents[2]))
