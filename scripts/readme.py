@@ -15,13 +15,13 @@ NOTICE = "<!-- Written by scripts/readme.py from nbs/index.ipynb: edit that one.
 
 
 def render(notebook: Path) -> str:
-    "Markdown cells as they are, code in fences, printed output in fences of its own; links get the folder's name."
+    "Markdown cells as they are, code in fences, printed output in fences of its own; cells without echo stay out; links get the folder's name."
     parts = [NOTICE]
     for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"]).strip()
         if cell["cell_type"] == "markdown":
             parts.append(re.sub(r"\]\((?!\w+:|/|#|\.\.)([^)]+)\)", r"](nbs/\1)", source).replace("](../", "]("))
-        elif cell["cell_type"] == "code" and source:
+        elif cell["cell_type"] == "code" and source and not source.startswith("#| echo: false"):
             parts.append(f"```python\n{source}\n```")
             parts += [f"```text\n{text}\n```" for text in map(output_text, cell["outputs"]) if text]
     return "\n\n".join(part for part in parts if part) + "\n"
