@@ -132,7 +132,7 @@ def check_sizes(
     "UserError where a shard's file is shorter than when it was opened."
     if not isinstance(shards.shards, list): return
     maps = shards.shards if isinstance(shards.shards, Maps) else Maps(shards.shards)
-    for number in set(spans.shards.tolist()):
+    for number in spans.used:
         if (file := maps.files[number]) is not None and (found := file.size()) < (expected := maps[number].nbytes):
             first = int(spans.starts[spans.shards == number].min())
             raise UserError(f"{shards.path}/{number:05d}.bin: {found} bytes, but it had {expected} when it was opened: shard {number:05d} can't be read at token {first}; put the whole file back, or write the shards again")
@@ -156,7 +156,7 @@ class TicketReader:
     ) -> Batch:
         "Read the rows; UserError where a shard has shrunk."
         row_ids, shape = ticket.row_ids, (len(ticket.row_ids), ticket.seq_len)
-        spans = self.plan.spans(row_ids if row_ids[-1] != FILLER else row_ids[row_ids != FILLER])
+        spans = ticket.spans or self.plan.spans(row_ids if row_ids[-1] != FILLER else row_ids[row_ids != FILLER])
         check_sizes(self.shards, spans)
         filled = spans.filled(shape[0])
         tokens = stage_tokens(self.shards, spans, filled, shape, pad_id=self.pad_id, pinned=self.pinned, buffers=self.buffers)

@@ -48,7 +48,7 @@ def _enter(task, environ, sender):
         os._exit(1)
 
 
-def run_ranks(function, num_ranks, *arguments, ranks_per_machine=None, timeout_seconds=60):
+def run_ranks(function, num_ranks, *arguments, ranks_per_machine=None, timeout_seconds=180):
     "What `function(ranks, *arguments)` returns on each rank, in order; AssertionError where a rank fails or is late."
     shared = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     started, deadline = [], time.monotonic() + timeout_seconds
