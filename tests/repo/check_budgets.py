@@ -35,14 +35,17 @@ MIN_LESSON_SHARE = 0.90
 MIN_ASSERTIONS = 2
 PROSE_WORDS_PER_LINE = (2, 4)
 MARKDOWN_WORDS = (20, 60)
+MAX_CLOSING_WORDS = 110
 VAGUE_NAMES = re.compile(r"Manager|Utils?\b|Helper|utils?$|helper", re.ASCII)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def size_misses(nb: Notebook) -> list[str]:
+    "The frame, what a page gives and what can go wrong, is not counted among the cells."
     misses = []
-    if len(nb.cells) > MAX_CELLS:
-        misses.append(f"{len(nb.cells)} cells, at most {MAX_CELLS}")
+    num_cells = len(nb.cells) - len(nb.frame)
+    if num_cells > MAX_CELLS:
+        misses.append(f"{num_cells} cells, at most {MAX_CELLS}")
     size = nb.path.stat().st_size
     if size > MAX_NOTEBOOK_BYTES:
         misses.append(f"{size:,} bytes with outputs, at most {MAX_NOTEBOOK_BYTES:,}")
@@ -177,14 +180,15 @@ def prose_words(source: str) -> int:
 
 
 def prose_misses(nb: Notebook) -> list[str]:
+    "The frame keeps its own lengths, and is not in the share of prose."
     misses = []
-    low, high = MARKDOWN_WORDS
     for cell in (cell for cell in nb.cells[2:] if cell.kind == "markdown"):
+        low, high = MARKDOWN_WORDS if cell is not nb.closing else (MARKDOWN_WORDS[0], MAX_CLOSING_WORDS)
         num_words = prose_words(cell.source)
         has_more = re.search(r"```|\$\$|^\s*\||^\s*>", cell.source, re.M)
         if num_words > high or (0 < num_words < low and not has_more):
             misses.append(f"cell {cell.index}: Markdown of {num_words} words, {low} to {high}")
-    num_words = sum(prose_words(cell.source) for cell in nb.cells if cell.kind == "markdown")
+    num_words = sum(prose_words(cell.source) for cell in nb.cells if cell.kind == "markdown" and cell not in nb.frame)
     num_lines = sum(len(cell.lines) for cell in nb.cells if cell.is_code)
     share = num_words / max(num_lines, 1)
     if not PROSE_WORDS_PER_LINE[0] <= share <= PROSE_WORDS_PER_LINE[1]:

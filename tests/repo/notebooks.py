@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "llm_from_scratch"
 EXPORT_FLAGS = {"export", "exports", "exporti"}
 SKIP_FLAGS = {"slow", "cuda", "data", "distributed"}
+CLOSING = "## What can go wrong"
 EXPECTATIONS = {"expect_fail", "ExceptionExpected"}
 
 
@@ -77,6 +78,23 @@ class Notebook:
     @property
     def exported(self) -> list[Cell]:
         return [cell for cell in self.cells if cell.is_exported]
+
+    @property
+    def opening(self) -> Cell | None:
+        "The first Markdown after the title, if it has no heading and says what the reader will be able to do."
+        first = next((cell for cell in self.cells[2:] if cell.kind == "markdown"), None)
+        says = first and not first.source.startswith("#") and re.search(r"\bable\s+to\b", first.source)
+        return first if says else None
+
+    @property
+    def closing(self) -> Cell | None:
+        "The last Markdown, if it is the section on what can go wrong."
+        last = [cell for cell in self.cells if cell.kind == "markdown"][-1:]
+        return last[0] if last and last[0].source.startswith(f"{CLOSING}\n") else None
+
+    @property
+    def frame(self) -> list[Cell]:
+        return [cell for cell in (self.opening, self.closing) if cell]
 
 
 def read_notebook(path: Path) -> Notebook:

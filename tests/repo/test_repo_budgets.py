@@ -70,6 +70,24 @@ def test_expect_fail_in_a_with_block_is_an_assertion(tmp_path):
     assert budget_misses(write_notebook(tmp_path / "00_sums.ipynb", GOOD[:5] + [lesson])) == []
 
 
+OPENING = "md:You will be able to add two numbers, and to say of any sum whether it is right, with nothing but this page and no calculator at hand."
+CLOSING = "md:## What can go wrong\n\n- **A sum is a word.** " + "Two texts were added, so convert them first. " * 11
+
+
+def test_the_frame_is_counted_neither_as_cells_nor_as_prose(tmp_path):
+    framed = GOOD[:2] + [OPENING] + GOOD[2:]
+    assert budget_misses(write_notebook(tmp_path / "00_sums.ipynb", framed + [CLOSING])) == []
+    cells = framed + ["x = 1"] * (90 - len(GOOD)) + [CLOSING]
+    assert not any("cells, at most" in miss for miss in budget_misses(write_notebook(tmp_path / "00_sums.ipynb", cells)))
+    misses = budget_misses(write_notebook(tmp_path / "00_sums.ipynb", cells[:-1] + ["x = 1", CLOSING]))
+    assert any("91 cells, at most 90" in miss for miss in misses)
+
+
+def test_a_closing_section_has_a_budget_too(tmp_path):
+    path = write_notebook(tmp_path / "00_sums.ipynb", GOOD + [CLOSING + "word " * 30])
+    assert any("20 to 110" in miss for miss in budget_misses(path))
+
+
 def test_every_notebook_keeps_the_budgets():
     misses = {path.name: budget_misses(path) for path in notebook_paths()}
     report = "\n".join(f"{name}: {miss}" for name, found in misses.items() for miss in found)
