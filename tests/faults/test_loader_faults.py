@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llm_from_scratch.dataloader import TokenLoader, endless
+from llm_from_scratch.dataloader import TicketReader, TokenLoader, endless
 from llm_from_scratch.env import UserError
 from llm_from_scratch.row_plans import FILLER
 from llm_from_scratch.token_shards import open_shards, write_shards
@@ -35,11 +35,17 @@ def is_alive(pid):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_shard_that_shrinks_is_named_with_its_offset(tmp_path, num_workers):
+def test_a_shard_that_shrinks_is_named_with_its_offset(tmp_path, num_workers, monkeypatch):
+    read, tally, deadline = TicketReader.__call__, tmp_path / "tally", time.monotonic() + 60
+    def counted(*arguments):
+        batch = read(*arguments)
+        with tally.open("a") as file: file.write("x")
+        return batch
+    monkeypatch.setattr(TicketReader, "__call__", counted)
     loader = TokenLoader(make_shards(tmp_path / "tokens"), batch_size=8, seq_len=16, num_workers=num_workers)
     batches = iter(loader)
     next(batches)
-    time.sleep(1) # reading ahead is done: a file cut while its bytes are copied ends the process, as under any map
+    while len(tally.read_text()) < 3 and time.monotonic() < deadline: time.sleep(0.01) # a file cut while its bytes are copied ends the process, as under any map
     os.truncate(tmp_path / "tokens" / "00002.bin", 4_096)
     with pytest.raises(UserError, match=r"00002.bin: 4096 bytes, but it had 10000.*shard 00002 can't be read at token \d+") as error: list(batches)
     assert "\n" not in str(error.value) and not threads()

@@ -22,13 +22,15 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills processes
 
 
 def slow_shard(payload, folder):
-    "Write ten files, slowly; leave the process's number while at it."
+    "Write ten files, slowly; leave the process's number while at it; the last file waits for what the payload names."
     mark = Path(payload["busy"], str(os.getpid()))
     mark.touch()
     for number in range(10):
+        while number == 9 and payload["after"] and not Path(payload["after"]).exists():
+            time.sleep(0.01)
         (folder / f"{number}.txt").write_text(payload["text"] * 1000)
         time.sleep(payload["seconds"] / 10)
-    mark.unlink()
+    mark.unlink(missing_ok=True)
 
 
 def deadly_shard(payload, folder):
@@ -40,9 +42,10 @@ def deadly_shard(payload, folder):
     (folder / "text.txt").write_text(payload["text"])
 
 
-def slow_tasks(busy, num_tasks, seconds):
+def slow_tasks(busy, num_tasks, seconds, after=None, num_free=0):
+    "All but the first few wait for a file."
     busy.mkdir(exist_ok=True)
-    return [Task(f"{number:05}", {"text": f"{number} ", "busy": str(busy), "seconds": seconds}) for number in range(num_tasks)]
+    return [Task(f"{number:05}", {"text": f"{number} ", "busy": str(busy), "seconds": seconds, "after": after and number >= num_free and str(after)}) for number in range(num_tasks)]
 
 
 def content(out):
@@ -76,7 +79,7 @@ def is_gone(process):
 
 @pytest.fixture
 def killer(tmp_path):
-    "Kill -9 a busy worker, six times at most; the list says whom."
+    "Kill -9 a busy worker, six times at most; the list says whom, and a file that it was twice."
     busy, done, killed = tmp_path / "busy", threading.Event(), []
     busy.mkdir()
 
@@ -89,6 +92,8 @@ def killer(tmp_path):
                     killed.append(mark.name)
                 except OSError:
                     pass
+            if len(killed) == 2:
+                (tmp_path / "killed twice").touch()
 
     thread = threading.Thread(target=kill)
     thread.start()
@@ -98,16 +103,21 @@ def killer(tmp_path):
 
 
 def test_cln_5_workers_killed_at_random_lose_nothing(tmp_path, killer):
-    tasks, out = slow_tasks(tmp_path / "busy", 12, 0.08), tmp_path / "out"
+    tasks, out = slow_tasks(tmp_path / "busy", 12, 0.08, after=tmp_path / "killed twice"), tmp_path / "out"
     report = run_tasks(tasks, slow_shard, out, workers=2, retries=1000, start_method="forkserver")
-    assert len(killer) >= 2, "hardly a kill: the test proves nothing"
+    assert len(killer) >= 2
     assert report.done == [task.name for task in tasks] and report.failed == {}
     assert all(verify_manifest(out / name) == [] for name in report.done)
     assert [name for name in os.listdir(out) if not name.startswith("0")] == [".tasks.lock"]
 
 
+def held_tasks(folder):
+    "Two tasks that end, and four that wait for a word."
+    return slow_tasks(folder / "busy", 6, 0.05, after=folder / "go on", num_free=2)
+
+
 def launch(folder, start_method):
-    tasks = slow_tasks(Path(folder, "busy"), 6, 0.3)
+    tasks = held_tasks(Path(folder))
     report = run_tasks(tasks, slow_shard, Path(folder, "out"), workers=2, start_method=start_method)
     assert len(report.done) + len(report.resumed) == 6
 
@@ -133,14 +143,18 @@ def start_launcher(folder, start_method):
 
 def end_launcher(folder, start_method, number):
     "Signal a launcher that has finished some tasks and is at others; its code and what is finished."
-    launcher = start_launcher(folder, start_method)
-    wait_until(lambda: list(folder.glob("out/0*")) and len(busy_processes(folder / "busy")) == 2)
-    workers = busy_processes(folder / "busy")
-    os.kill(launcher, number)
-    code = os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1])
+    (folder / "busy").mkdir()
+    launcher, ending = start_launcher(folder, start_method), signal.SIGKILL
+    try:
+        wait_until(lambda: len(list(folder.glob("out/0*"))) == len(busy_processes(folder / "busy")) == 2)
+        workers, ending = busy_processes(folder / "busy"), number
+    finally:
+        os.kill(launcher, ending)
+        code = os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1])
     wait_until(lambda: all(map(is_gone, workers)), 10)
     finished = sorted(path.name for path in (folder / "out").glob("0*"))
-    assert 0 < len(finished) < 6
+    assert finished == ["00000", "00001"]
+    (folder / "go on").touch()
     return code, finished
 
 
@@ -149,7 +163,7 @@ def test_cln_6_a_job_whose_launcher_is_killed_is_taken_up(tmp_path, start_method
     code, finished = end_launcher(tmp_path, start_method, signal.SIGKILL)
     assert code == -signal.SIGKILL
     assert any(name.startswith(".0") for name in os.listdir(tmp_path / "out")), "nothing was being written"
-    tasks = slow_tasks(tmp_path / "busy", 6, 0.3)
+    tasks = held_tasks(tmp_path)
     wait_until(lambda: is_free(tmp_path / "out" / ".tasks.lock"))  # a forked worker holds its launcher's lock until it is gone
     report = run_tasks(tasks, slow_shard, tmp_path / "out", workers=2, start_method="forkserver")
     assert report.resumed == finished and len(report.done) == 6 - len(finished)

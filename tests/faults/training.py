@@ -69,6 +69,16 @@ def slow_saves(seconds: float) -> None:
     wrap(os, "fsync", fsync)
 
 
+def stand_in_save(from_step: int) -> None:
+    "Let a save never end, at its first sync."
+    def fsync(real, descriptor):
+        if saving_step() >= from_step:
+            time.sleep(600)
+        return real(descriptor)
+
+    wrap(os, "fsync", fsync)
+
+
 def refuse(number: int, where: str, from_step: int, times: int) -> None:
     "Let the system refuse: os.fsync, save_file, or the making of a draft."
     from llm_from_scratch import checkpointing
