@@ -242,6 +242,7 @@ class OptimConfig(Section):
 class EvalConfig(Section):
     "What is measured during and after the run."
     every_steps: Positive = Field(100, description="steps between validations")
+    loss_classes: bool = Field(True, description="log validation's loss by token class, position, source, language and frequency, too")
     num_samples: Count = Field(3, description="texts generated at the end")
     sample_tokens: Positive = Field(96, description="tokens of such a text")
     num_completions: Count = Field(50, description="completions of 'def ' that are parsed at the end")

@@ -55,12 +55,11 @@ from llm_from_scratch.launch import (
     with_own_tokenizer, write_run_folder,
 )
 from .links import apply_links
+from .loss_classes import LossClasses, class_means, loss_classes
 from .mixing import mix_at, mix_notes
 from .model import Transformer, check_shapes, count_parameters, flops_per_token
 from .moe import build_model, router_report
-from llm_from_scratch.monitoring import (
-    MetricsWriter, Throughput, progress_bar, read_metrics, readable, utilisation, write_report,
-)
+from .monitoring import MetricsWriter, Throughput, progress_bar, read_metrics, readable, utilisation, write_report
 from .optim import Clipper, Schedule, build_optimizer, set_lr
 from .precision import LossScaler
 from .preflight import preflight_run
@@ -120,6 +119,7 @@ class Training:
     environment: dict = field(default_factory=dict) # report of the machine, kept with the state
     url: str | None = None   # object store that follows the run's folder
     attention: str = ""      # which attention runs, and why
+    classes: LossClasses | None = None # what validation is taken apart by
 
     @property
     def model(self) -> Transformer: return self.engine.model
@@ -172,8 +172,9 @@ def build_training(
     longest, window = max(config.data.lengths, default=0), config.model.max_seq_len
     if longest > window: raise UserError(f"data.lengths {longest} is above model.max_seq_len {window}; raise the latter")
     loader = TokenLoader(data.train, seed=train.seed, shuffle=config.data.shuffle, pad_id=data.tokenizer.pad_id, **rows, **loader_options(config.data, data.train))
-    training = Training(config, ranks, device, dtype, engine, loader, TokenLoader(data.val, shuffle=False, **rows), data,
+    training = Training(config, ranks, device, dtype, engine, loader, val_loader := TokenLoader(data.val, shuffle=False, **rows), data,
                         Schedule(config.optim, train.steps), SpikeGuard(config.guard), attention=reason)
+    if config.eval.loss_classes: training.classes = loss_classes(val_loader, data.train)
     follow_mix(training)
     return training
 
@@ -233,11 +234,13 @@ def resume(
 # %% ../nbs/09_train.ipynb #5c1f3533
 def validate(
     training: Training,  # all ranks call this together
-) -> dict[str, float]:   # val_loss in nats a token, val_bpb in bits a byte
+) -> dict[str, float]:   # val_loss in nats a token, val_bpb in bits a byte; the loss of each class of tokens
     "Loss and bits per byte over the whole validation split, equal on all ranks."
-    total, count = (all_sum(part) for part in evaluate_loader(training.model, training.engine.even(training.val_loader), training.device, training.dtype))
+    if classes := training.classes: classes.reset()
+    sums = evaluate_loader(training.model, training.engine.even(training.val_loader), training.device, training.dtype, observe=classes and classes.add)
+    total, count = map(all_sum, sums)
     training.last_val = {"val_loss": total / count, "val_bpb": bits_per_byte(total, count, training.data.val)}
-    return training.last_val
+    return {**training.last_val, **(class_means(classes, all_sum(classes.sums.to(training.device))) if classes else {})}
 
 # %% ../nbs/09_train.ipynb #c397f22f
 def split_batch(
