@@ -412,18 +412,19 @@ def read_run_config(
     return config
 
 def load_run(
-    run_dir: str | Path, # a folder that training wrote
+    run_dir: str | Path, # a folder that training wrote, or one checkpoint in it
 ) -> Run:
-    "The newest good weights with their configuration and tokenizer; UserError where one is missing."
-    run_dir = Path(run_dir)
+    "The newest good weights, or the named ones, with their configuration and tokenizer; UserError where one is missing."
+    run_dir = Path(run_dir).absolute()
+    run_dir, chosen = (run_dir.parent.parent, run_dir) if re.fullmatch(r"step_\d+", run_dir.name) else (run_dir, None)
     config, tokenizer = read_run_config(run_dir), Tokenizer.load(run_dir / "tokenizer")
     public_key = config.checkpoint.require_signature
-    path = latest_checkpoint(run_dir / "checkpoints", public_key=public_key)
+    path = chosen or latest_checkpoint(run_dir / "checkpoints", public_key=public_key)
     if path is None: raise UserError(f"{run_dir} has no good checkpoint yet{' signed with ' + public_key if public_key else ''}; train until the first one, or look with `checkpointing list`")
     require_inputs(read_manifest(path), where=str(path), tokenizer=tokenizer.fingerprint)
     shape = config.model.model_copy(update={"vocab_size": config.model.vocab_size or tokenizer.vocab_size})
     with torch.random.fork_rng(devices=[]): model = build_model(shape).eval()
-    load_checkpoint(path, {"model": model}, verify=False)
+    load_checkpoint(path, {"model": model}, verify=chosen is not None, public_key=public_key)
     return Run(config, tokenizer, model, checkpoint_step(path), path)
 
 # %% ../nbs/06_checkpointing.ipynb #4163de20
