@@ -412,15 +412,15 @@ def read_run_config(
     return config
 
 def load_run(
-    run_dir: str | Path, # a folder that training wrote
-    checkpoint: str | None = None, # name of one of its checkpoints; None: the newest good one
+    run_dir: str | Path, # a folder that training wrote, or one checkpoint in it
 ) -> Run:
-    "Weights with their configuration and tokenizer; UserError where one is missing or damaged."
-    run_dir = Path(run_dir)
+    "The newest good weights, or the named ones, with their configuration and tokenizer; UserError where one is missing."
+    run_dir = Path(run_dir).absolute()
+    run_dir, chosen = (run_dir.parent.parent, run_dir) if re.fullmatch(r"step_\d+", run_dir.name) else (run_dir, None)
     config, tokenizer = read_run_config(run_dir), Tokenizer.load(run_dir / "tokenizer")
     public_key = config.checkpoint.require_signature
-    path = run_dir / "checkpoints" / checkpoint if checkpoint else latest_checkpoint(run_dir / "checkpoints", public_key=public_key)
-    if checkpoint and (problems := verify_checkpoint(path, public_key=public_key)): raise UserError(f"{path}: {_first(problems)}")
+    if chosen and (problems := verify_checkpoint(chosen, public_key=public_key)): raise UserError(f"{chosen}: {_first(problems)}")
+    path = chosen or latest_checkpoint(run_dir / "checkpoints", public_key=public_key)
     if path is None: raise UserError(f"{run_dir} has no good checkpoint yet{' signed with ' + public_key if public_key else ''}; train until the first one, or look with `checkpointing list`")
     require_inputs(read_manifest(path), where=str(path), tokenizer=tokenizer.fingerprint)
     shape = config.model.model_copy(update={"vocab_size": config.model.vocab_size or tokenizer.vocab_size})

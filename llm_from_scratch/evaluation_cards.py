@@ -160,7 +160,7 @@ def open_inputs(
     split = read_split(text, card["split_format"], card["detokeniser"])
     same_input(f"the text {text}", card["text_sha256"], split.text_sha256)
     same_input(f"what detokeniser {card['detokeniser']} makes of {text}", card["scored_sha256"], split.scored_sha256)
-    run = load_run(run_dir, card["checkpoint"])
+    run = load_run(Path(run_dir) / "checkpoints" / card["checkpoint"])
     same_input(f"the checkpoint {run.path}", card["checkpoint_hash"], read_manifest(run.path)["hash"])
     same_input(f"the tokenizer of {run_dir}", card["tokenizer_fingerprint"], run.tokenizer.fingerprint)
     run.model.to(choose_device(read_ranks(), device))

@@ -193,7 +193,7 @@ def test_a_card_of_another_window_does_not_verify(place):
 
 
 def test_an_older_checkpoint_of_a_run_is_still_found(place):
-    old, new = (load_run(place / "run", name) for name in ("step_00000007", None))
+    old, new = map(load_run, (place / "run" / "checkpoints" / "step_00000007", place / "run"))
     assert (old.step, new.step) == (7, 8)
     assert make_card(old, make_split("a river <unk> bank", "tokens"), places={})["nll_sum"] != make_card(new, make_split("a river <unk> bank", "tokens"), places={})["nll_sum"]
 
