@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['Count', 'Positive', 'Share', 'PRESETS', 'suggest', 'Section', 'round_up', 'PositionConfig', 'ExpertConfig',
-           'ModelConfig', 'TokenizerConfig', 'DataConfig', 'TrainConfig', 'OptimConfig', 'EvalConfig',
-           'CheckpointConfig', 'EngineConfig', 'LogConfig', 'GuardConfig', 'Config', 'merge', 'replace', 'config_hash',
-           'StrictLoader', 'read_yaml', 'to_yaml', 'options_of', 'explain', 'build_config', 'load_preset',
-           'dash_options', 'CommandParser', 'add_config_options', 'read_mapping', 'chosen_values']
+           'ModelConfig', 'TokenizerConfig', 'DataConfig', 'TrainConfig', 'OptimConfig', 'EvalConfig', 'AlarmConfig',
+           'CheckpointConfig', 'FuseConfig', 'EngineConfig', 'LogConfig', 'GuardConfig', 'Config', 'merge', 'replace',
+           'config_hash', 'StrictLoader', 'read_yaml', 'to_yaml', 'options_of', 'explain', 'build_config',
+           'load_preset', 'dash_options', 'CommandParser', 'add_config_options', 'read_mapping', 'chosen_values']
 
 # %% ../nbs/00a_config.ipynb #c085e031
 import argparse
@@ -251,6 +251,19 @@ class EvalConfig(Section):
     top_k: Positive | None = Field(None, description="sample among so many tokens; none: all")
     top_p: Share = Field(0.95, description="sample from the smallest set with this probability")
 
+class AlarmConfig(Section):
+    "Figures of a running run that are worth a word; none switches an alarm off."
+    effective_throughput: Share | None = Field(0.85, description="samples a second over the best stretch of this run, at least")
+    data_use: Share | None = Field(0.92, description="trained over loaded tokens, at least")
+    cost_rise: float | None = Field(0.3, gt=0, description="cost of a thousand steps over its baseline, at most so much more")
+    steps_per_hour: float | None = Field(None, gt=0, description="effective steps an hour, skipped and undone ones left out, at least; none: not watched")
+    window: Annotated[int, Field(ge=2)] = Field(20, description="rows of metrics.jsonl that a figure is the median of")
+    warmup_rows: Count = Field(20, description="rows after a start or resume that no alarm looks at")
+    clear_margin: Share = Field(0.05, description="how far on the good side of its limit, as a share of it, a figure must be before its alarm may fire again")
+    webhook: str | None = Field(None, pattern="https?://.+", description="URL that gets a JSON object for each alarm")
+
+
+
 # %% ../nbs/00a_config.ipynb #af61c5ad
 class CheckpointConfig(Section):
     "When the state is saved and how many are kept."
@@ -266,6 +279,26 @@ class CheckpointConfig(Section):
     signing_key: str | None = Field(None, description="PEM file of an Ed25519 private key: every checkpoint's manifest is signed")
     require_signature: str | None = Field(None, description="PEM file of the public key that a checkpoint must be signed with to be loaded")
     local_dir: str | None = Field(None, description="folder on a local disk to write to first, before the run's own storage")
+
+class FuseConfig(Section):
+    "What the run may cost, and what happens on the way there."
+    budget_hours: float | None = Field(None, gt=0, description="hours of the whole run, start, evaluations and saves included; none: no limit")
+    budget_money: float | None = Field(None, gt=0, description="money, at log.price_per_hour; none: no limit")
+    budget_tokens: float | None = Field(None, gt=0, description="counted target tokens; none: no limit")
+    over_plan: dict[float, str] = Field({0.3: "warn", 0.6: "warn+cut+free"}, description="what happens when the forecast is so far over the budget, joined by +: warn, cut (the batch), free (caches), stop")
+    when_spent: Literal["stop", "warn"] = Field("stop", description="when the budget is spent: stop with a checkpoint and exit code 3, or only say so")
+    cut_share: float = Field(0.25, gt=0, lt=1, description="share of the batch's rows that cut takes away")
+    grace_steps: Count = Field(20, description="steps before a forecast is believed")
+    webhook: str | None = Field(None, pattern="https?://.+", description="URL that gets a JSON object for each message")
+
+    @model_validator(mode="after")
+    def check_actions(self):
+        for level, words in self.over_plan.items():
+            if odd := set(words.split("+")) - {"warn", "cut", "free", "stop"}: raise ValueError(f"over_plan: {min(odd)!r} at {level} is none of warn, cut, free, stop")
+            if not 0 < level < float("inf"): raise ValueError(f"over_plan: the level {level} is not a share above 0")
+        return self
+
+
 
 # %% ../nbs/00a_config.ipynb #f3e8fed1
 class EngineConfig(Section):
@@ -314,6 +347,8 @@ class Config(Section):
     engine: EngineConfig = EngineConfig()
     log: LogConfig = LogConfig()
     guard: GuardConfig = GuardConfig()
+    fuse: FuseConfig = FuseConfig()
+    alarms: AlarmConfig = AlarmConfig()
 
     @model_validator(mode="after")
     def check_sections(self):

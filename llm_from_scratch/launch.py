@@ -65,7 +65,7 @@ class StopRequest:
         for name, handler in self.previous.items(): signal.signal(name, handler)
 
 # %% ../nbs/07d_launch.ipynb #a3790a50
-FREE_ON_RESUME = ("eval", "log", "checkpoint", "engine.timeout_seconds", "engine.preflight", "engine.allow_different_environments", "engine.links", "train.num_threads", "train.micro_batch", "train.steps", "train.parity_every_steps", "train.checkpoint_activations",
+FREE_ON_RESUME = ("eval", "log", "checkpoint", "fuse", "alarms", "engine.timeout_seconds", "engine.preflight", "engine.allow_different_environments", "engine.links", "train.num_threads", "train.micro_batch", "train.steps", "train.parity_every_steps", "train.checkpoint_activations",
                   "data.prefetch_batches", "data.num_workers", "data.cache_bytes")
 STRUCTURE = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "positions", "rope_layout",
              "tie_embeddings", "num_experts", "experts_per_token") # of a model: what its weights are without meaning otherwise

@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .accounting import blocks_to_recompute
+from .alarms import Alarms
 from .artifacts import Lock, default_cache_dir, write_json
 from .attention_choice import choose_attention
 from .background_saves import BackgroundSaver, SaveSchedule, read_best
@@ -36,17 +37,16 @@ from .comm_timing import comm_figures, comm_table, time_comm
 from .config import Config, replace
 from .dataloader import Batch, TokenLoader, endless, loader_options
 from llm_from_scratch.distributed import (
-    Engine, StepResult, all_sum, broadcast_object, check_parity, gather_objects, mistake_elsewhere, next_token_loss, plan_batch,
-    speaks_first, watch_launcher,
+    Engine, StepResult, all_sum, broadcast_object, check_parity, gather_objects, mistake_elsewhere, next_token_loss, plan_batch, speaks_first, watch_launcher,
 )
 from .deepspeed_engine import build_engine, check_engine, check_pieces
 from .documents import REASONS, corpus_files, inputs_hash, is_validation, read_corpus
 from llm_from_scratch.env import (
-    Ranks, UserError, choose_device, choose_dtype, close_process_group, environment_report, hash_json, open_log, open_process_group,
-    read_ranks, run_command, say_last_words, seed_everything, set_debug, set_deterministic, why_not_compile,
+    Ranks, UserError, choose_device, choose_dtype, close_process_group, environment_report, hash_json, open_log, open_process_group, read_ranks, run_command, say_last_words, seed_everything, set_debug, set_deterministic, why_not_compile,
 )
 from .eval import bits_per_byte, evaluate_loader, syntax_rate
 from .expert_gradients import sparse_experts
+from .fuse import Fuse, process_age, stop_reason
 from .generate import complete
 from .guard import SpikeGuard
 from llm_from_scratch.launch import (
@@ -110,6 +110,7 @@ class Training:
     data: Data
     schedule: Schedule       # of the learning rate
     guard: SpikeGuard        # says when to go back
+    fuse: Fuse               # books time and money, and ends a run whose budget is spent
     step: int = 0            # optimizer steps done, skipped ones included
     tokens: int = 0          # counted targets so far, all ranks
     skipped: int = 0         # steps whose gradient was not finite
@@ -173,7 +174,8 @@ def build_training(
     if longest > window: raise UserError(f"data.lengths {longest} is above model.max_seq_len {window}; raise the latter")
     loader = TokenLoader(data.train, seed=train.seed, shuffle=config.data.shuffle, pad_id=data.tokenizer.pad_id, **rows, **loader_options(config.data, data.train))
     training = Training(config, ranks, device, dtype, engine, loader, val_loader := TokenLoader(data.val, shuffle=False, **rows), data,
-                        Schedule(config.optim, train.steps), SpikeGuard(config.guard), attention=reason)
+                        Schedule(config.optim, train.steps), SpikeGuard(config.guard),
+                        Fuse(config.fuse, num_steps=train.steps, price_per_hour=getattr(config.log, "price_per_hour", None), already_seconds=process_age()), attention=reason)
     if config.eval.loss_classes: training.classes = loss_classes(val_loader, data.train)
     follow_mix(training)
     return training
@@ -214,7 +216,7 @@ def save(
     generators, files = gather_objects(capture_rng()), training.engine.save_files(saver.folder, due)
     if not training.ranks.is_main: return
     progress = {name: getattr(training, name) for name in PROGRESS}
-    state = {**training.parts, "progress": progress, "rng": generators, "config": training.config.model_dump(mode="json"), "environment": training.environment}
+    state = {**training.parts, "progress": progress, "rng": generators, "config": training.config.model_dump(mode="json"), "environment": training.environment, "fuse": training.fuse.state_dict()}
     saver.save(state, step=training.step, kind="light" if due == "light" else "full", inputs=training.data.manifests,
                val_loss=training.last_val["val_loss"] if due == "best" else None, files=files)
 
@@ -227,6 +229,7 @@ def resume(
     state = load_checkpoint(path, training.parts, inputs=training.data.manifests, public_key=training.config.checkpoint.require_signature)
     training.engine.load_files(path)
     for name in PROGRESS: setattr(training, name, state["progress"][name])
+    training.fuse.load_state_dict(state.get("fuse") or {})
     training.first_step = training.step
     follow_mix(training)
     restore_rng(state["rng"], rank=training.ranks.rank)
@@ -322,11 +325,13 @@ def fit(
     stop: StopRequest,               # asked once a step
 ) -> int:                            # DONE, STOPPED or DIVERGED, once the last checkpoint stands
     "Train until the last step, a stop, or divergence."
-    config, in_a_row, throughput, recent = training.config, 0, Throughput(), []
+    config, fuse, in_a_row, throughput, recent = training.config, training.fuse, 0, Throughput(), []
     saver, schedule = open_saver(training, run_dir)
+    fuse.begin(training.loader, run_dir if training.ranks.is_main else None, training.step, training.tokens)
     with saver:
         for batch in endless(training.loader):
             if training.step >= config.train.steps: return DONE
+            if fuse.blown: return STOPPED
             result, rate = train_on(training, batch, stop.reason is not None)
             if (every := config.train.parity_every_steps) and training.step % every == 0: check_ranks(training)
             throughput.add(result.num_tokens)
@@ -335,15 +340,16 @@ def fit(
             if config.guard.enabled: recent.append(batch.row_ids.tolist())
             reason = "" if result.skipped else training.guard.judge(result.loss, result.grad_norm)
             if reason and training.guard.may_go_back: go_back(training, saver, reason, recent)
-            last = training.step >= config.train.steps or result.stop
-            with throughput.paused(): values = validate(training) if last or training.step % config.eval.every_steps == 0 else {}
+            stops = fuse.after_step(training.loader, training.step, training.tokens) or result.stop
+            last = training.step >= config.train.steps or stops
+            with throughput.paused(), fuse.phase("evaluation"): values = validate(training) if last or training.step % config.eval.every_steps == 0 else {}
             is_regular = training.step % config.eval.every_steps == 0 # not the evaluation of a stop, which the undisturbed run does not have
             training.schedule.observe(training.position - 1, grad_norm=None if result.skipped else result.grad_norm, val_loss=values["val_loss"] if is_regular else None)
             observe(training.step, throughput=throughput, loss=result.loss, lr=rate, grad_norm=result.grad_norm, tokens=training.tokens, **routing, **values)
             if is_over(training, in_a_row): return DIVERGED
-            with throughput.paused(): due = save_if_due(training, saver, schedule, last, values.get("val_loss"))
+            with throughput.paused(), fuse.phase("saving"): due = save_if_due(training, saver, schedule, last, values.get("val_loss"))
             if due in ("full", "best") and training.step % config.checkpoint.every_steps == 0: recent = []
-            if result.stop: return STOPPED
+            if stops: return STOPPED
 
 # %% ../nbs/09_train.ipynb #e5b32065
 def write_on(
@@ -447,16 +453,22 @@ def watch_and_fit(
     log.info("start", extra={"step": training.step, "ranks": ranks.world_size})
     metrics, timer = MetricsWriter(run_dir, ranks=ranks, resume_step=training.step, tensorboard=config.log.tensorboard), time_comm(training.engine, config.log.comm_timing)
     with StopRequest() as stop, metrics, progress_bar(config.train.steps, ranks, console=console, start=training.step) as bar:
+        tell = lambda text: (bar.print(text), log.warning(text, extra={"step": training.step}))
+        alarms = Alarms(config.alarms, run_dir if ranks.is_main else None, rows=read_metrics(run_dir) if ranks.is_main else (), tell=tell)
         def observe(step, throughput, **values):
             if step % config.log.every_steps == 0 or "val_loss" in values:
                 window, num_steps = throughput.window(), step - metrics.last_step
                 values |= {"tokens_per_second": window.tokens_per_second, "step_seconds": window.seconds / num_steps, **(timer.window() if timer else {})}
                 metrics.log(step, **values)
+                if ranks.is_main: alarms.look(step, values)
             if "val_loss" in values: log.info("validation", extra={"step": step, **training.last_val})
             bar.update(step, **values)
+        training.fuse.tell = tell
         code = fit(training, run_dir, observe, stop)
+        training.fuse.close(training.step, training.tokens)
+        alarms.close()
         if code == DONE and stop.reason: code = STOPPED # it came after the last step: evaluation and report are left for a resume
-        log.info("end", extra={"step": training.step, "exit_code": code, "reason": stop.reason})
+        log.info("end", extra={"step": training.step, "exit_code": code, "reason": stop.reason or training.fuse.blown or None})
     if timer: console.print(comm_table(timer))
     return code
 
@@ -584,7 +596,7 @@ def hold_and_run(
             if isinstance(error, KeyboardInterrupt): raise KeyboardInterrupt(f"{error} outside of the steps; go on with: {again(run_dir)}") from None
             raise
         if ranks.is_main and options.url: sync_run_folder(run_dir, options.url)
-        if ranks.is_main and code != DONE: remember_stop(run_dir, code, "diverged" if code == DIVERGED else "signal")
+        if ranks.is_main and code != DONE: remember_stop(run_dir, code, "diverged" if code == DIVERGED else stop_reason(run_dir))
         return code
 
 # %% ../nbs/09_train.ipynb #011e1076
