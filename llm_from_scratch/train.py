@@ -40,7 +40,9 @@ from llm_from_scratch.distributed import (
     speaks_first, watch_launcher,
 )
 from .deepspeed_engine import build_engine, check_engine, check_pieces
+from .device_monitor import RunMeter
 from .documents import REASONS, corpus_files, inputs_hash, is_validation, read_corpus
+from .efficiency import efficiency_figures
 from llm_from_scratch.env import (
     Ranks, UserError, choose_device, choose_dtype, close_process_group, environment_report, hash_json, open_log, open_process_group,
     read_ranks, run_command, seed_everything, set_debug, set_deterministic, why_not_compile,
@@ -58,9 +60,7 @@ from .links import apply_links
 from .mixing import mix_at, mix_notes
 from .model import Transformer, check_shapes, count_parameters, flops_per_token
 from .moe import build_model, router_report
-from llm_from_scratch.monitoring import (
-    MetricsWriter, Throughput, progress_bar, read_metrics, readable, utilisation, write_report,
-)
+from .monitoring import MetricsWriter, Throughput, progress_bar, read_metrics, readable, utilisation, write_report
 from .optim import Clipper, Schedule, build_optimizer, set_lr
 from .precision import LossScaler
 from .preflight import preflight_run
@@ -120,6 +120,7 @@ class Training:
     environment: dict = field(default_factory=dict) # report of the machine, kept with the state
     url: str | None = None   # object store that follows the run's folder
     attention: str = ""      # which attention runs, and why
+    meter: RunMeter | None = None # of this sitting, once it steps
 
     @property
     def model(self) -> Transformer: return self.engine.model
@@ -322,11 +323,12 @@ def fit(
     config, in_a_row, throughput, recent = training.config, 0, Throughput(), []
     saver, schedule = open_saver(training, run_dir)
     with saver:
-        for batch in endless(training.loader):
+        for batch in throughput.waiting(endless(training.loader)):
             if training.step >= config.train.steps: return DONE
             result, rate = train_on(training, batch, stop.reason is not None)
             if (every := config.train.parity_every_steps) and training.step % every == 0: check_ranks(training)
-            throughput.add(result.num_tokens)
+            num_rows, length = (batch.inputs.shape[0] * training.ranks.world_size, batch.inputs.shape[1])
+            throughput.add(result.num_tokens, samples=num_rows, loaded=num_rows * length, trained=0 if result.skipped else result.num_tokens)
             routing = router_report(training.model) # of this rank's last micro-batch; a validation routes anew
             in_a_row = in_a_row + 1 if result.skipped else 0
             if config.guard.enabled: recent.append(batch.row_ids.tolist())
@@ -443,11 +445,12 @@ def watch_and_fit(
     ranks, config, log = training.ranks, training.config, open_log(run_dir / "log.jsonl", training.ranks)
     log.info("start", extra={"step": training.step, "ranks": ranks.world_size})
     metrics, timer = MetricsWriter(run_dir, ranks=ranks, resume_step=training.step, tensorboard=config.log.tensorboard), time_comm(training.engine, config.log.comm_timing)
-    with StopRequest() as stop, metrics, progress_bar(config.train.steps, ranks, console=console, start=training.step) as bar:
+    training.meter = RunMeter(config.log, run_dir, ranks, training.device, training.dtype, flops_per_token=flops_per_token(training.model.cfg, config.train.seq_len))
+    with StopRequest() as stop, metrics, training.meter, progress_bar(config.train.steps, ranks, console=console, start=training.step) as bar:
         def observe(step, throughput, **values):
             if step % config.log.every_steps == 0 or "val_loss" in values:
                 window, num_steps = throughput.window(), step - metrics.last_step
-                values |= {"tokens_per_second": window.tokens_per_second, "step_seconds": window.seconds / num_steps, **(timer.window() if timer else {})}
+                values |= {"tokens_per_second": window.tokens_per_second, "step_seconds": window.seconds / num_steps, **(timer.window() if timer else {}), **training.meter.window(window, num_steps)}
                 metrics.log(step, **values)
             if "val_loss" in values: log.info("validation", extra={"step": step, **training.last_val})
             bar.update(step, **values)
@@ -464,7 +467,7 @@ def share_of_peak(
 ) -> str:               # in words; "unknown: ..." where this sitting took no step
     "How much of the device's peak this sitting's steps used."
     work = flops_per_token(training.model.cfg, training.config.train.seq_len)
-    return utilisation(rows, training.device, training.dtype, after_step=training.first_step, flops_per_token=work, num_devices=training.ranks.world_size)
+    return utilisation(rows, training.device, training.dtype, after_step=training.first_step, flops_per_token=work, num_devices=training.ranks.world_size, peak=training.meter and training.meter.peak)
 
 # %% ../nbs/09_train.ipynb #6cc26c26
 def tell(
@@ -474,7 +477,7 @@ def tell(
 ) -> None:
     "Evaluate, write the report and summary.json, print the closing table."
     figures, samples = closing_evaluation(training)
-    figures |= {"of the device's peak": share_of_peak(training, rows := read_metrics(run_dir)), **comm_figures(rows)}
+    figures |= {"of the device's peak": share_of_peak(training, rows := read_metrics(run_dir)), **comm_figures(rows), **efficiency_figures(rows, training.guard.num_lost)}
     write_report(run_dir, title=run_dir.name, summary=figures, samples=samples)
     write_json(run_dir / "summary.json", {**figures, "samples": samples})
     prompt = "".join(sample_prompts(training, 1)[:1]).splitlines() or ["def "]
