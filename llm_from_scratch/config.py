@@ -324,6 +324,12 @@ class LogConfig(Section):
     every_steps: Positive = Field(1, description="steps between lines of metrics.jsonl")
     tensorboard: bool = Field(True, description="write TensorBoard events")
     comm_timing: Literal["auto", "always", "never"] = Field("auto", description="time and count what travels between ranks; auto: over gloo only")
+    device_hz: float = Field(10.0, ge=0, le=100, description="samples of device, processors, memory and disk a second, in a side thread of rank 0; 0: none")
+    gradient_report_steps: list[Positive] = Field([], description="steps whose weights, gradients and activations are measured and drawn")
+    price_per_hour: float | None = Field(None, gt=0, description="price of the whole job an hour, in your currency, for the cost of a thousand steps")
+    wandb: Literal["never", "offline", "online"] = Field("never", description="send rows to Weights & Biases; offline: to the run's folder, for wandb sync")
+    mlflow: str | None = Field(None, description="send rows to this MLflow tracking URI or database file")
+    project: str = Field("llm_from_scratch", description="wandb's project, MLflow's experiment")
 
 class GuardConfig(Section):
     "What sends a run back to its last checkpoint."

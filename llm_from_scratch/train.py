@@ -40,7 +40,9 @@ from llm_from_scratch.distributed import (
     Engine, StepResult, all_sum, broadcast_object, check_parity, gather_objects, mistake_elsewhere, next_token_loss, plan_batch, speaks_first, watch_launcher,
 )
 from .deepspeed_engine import build_engine, check_engine, check_pieces
+from .device_monitor import RunMeter
 from .documents import REASONS, corpus_files, inputs_hash, is_validation, read_corpus
+from .efficiency import efficiency_figures
 from llm_from_scratch.env import (
     Ranks, UserError, choose_device, choose_dtype, close_process_group, environment_report, hash_json, open_log, open_process_group, read_ranks, run_command, say_last_words, seed_everything, set_debug, set_deterministic, why_not_compile,
 )
@@ -121,6 +123,7 @@ class Training:
     url: str | None = None   # object store that follows the run's folder
     attention: str = ""      # which attention runs, and why
     classes: LossClasses | None = None # what validation is taken apart by
+    meter: RunMeter | None = None # of this sitting, once it steps
 
     @property
     def model(self) -> Transformer: return self.engine.model
@@ -175,7 +178,7 @@ def build_training(
     loader = TokenLoader(data.train, seed=train.seed, shuffle=config.data.shuffle, pad_id=data.tokenizer.pad_id, **rows, **loader_options(config.data, data.train))
     training = Training(config, ranks, device, dtype, engine, loader, val_loader := TokenLoader(data.val, shuffle=False, **rows), data,
                         Schedule(config.optim, train.steps), SpikeGuard(config.guard),
-                        Fuse(config.fuse, num_steps=train.steps, price_per_hour=getattr(config.log, "price_per_hour", None), already_seconds=process_age()), attention=reason)
+                        Fuse(config.fuse, num_steps=train.steps, price_per_hour=config.log.price_per_hour, already_seconds=process_age()), attention=reason)
     if config.eval.loss_classes: training.classes = loss_classes(val_loader, data.train)
     follow_mix(training)
     return training
@@ -329,12 +332,13 @@ def fit(
     saver, schedule = open_saver(training, run_dir)
     fuse.begin(training.loader, run_dir if training.ranks.is_main else None, training.step, training.tokens)
     with saver:
-        for batch in endless(training.loader):
+        for batch in throughput.waiting(endless(training.loader)):
             if training.step >= config.train.steps: return DONE
             if fuse.blown: return STOPPED
             result, rate = train_on(training, batch, stop.reason is not None)
             if (every := config.train.parity_every_steps) and training.step % every == 0: check_ranks(training)
-            throughput.add(result.num_tokens)
+            num_rows, length = (batch.inputs.shape[0] * training.ranks.world_size, batch.inputs.shape[1])
+            throughput.add(result.num_tokens, samples=num_rows, loaded=num_rows * length, trained=0 if result.skipped else result.num_tokens)
             routing = router_report(training.model) # of this rank's last micro-batch; a validation routes anew
             in_a_row = in_a_row + 1 if result.skipped else 0
             if config.guard.enabled: recent.append(batch.row_ids.tolist())
@@ -452,13 +456,14 @@ def watch_and_fit(
     ranks, config, log = training.ranks, training.config, open_log(run_dir / "log.jsonl", training.ranks)
     log.info("start", extra={"step": training.step, "ranks": ranks.world_size})
     metrics, timer = MetricsWriter(run_dir, ranks=ranks, resume_step=training.step, tensorboard=config.log.tensorboard), time_comm(training.engine, config.log.comm_timing)
-    with StopRequest() as stop, metrics, progress_bar(config.train.steps, ranks, console=console, start=training.step) as bar:
+    training.meter = RunMeter(config.log, run_dir, ranks, training.device, training.dtype, flops_per_token=flops_per_token(training.model.cfg, config.train.seq_len))
+    with StopRequest() as stop, metrics, training.meter, progress_bar(config.train.steps, ranks, console=console, start=training.step) as bar:
         tell = lambda text: (bar.print(text), log.warning(text, extra={"step": training.step}))
         alarms = Alarms(config.alarms, run_dir if ranks.is_main else None, rows=read_metrics(run_dir) if ranks.is_main else (), tell=tell)
         def observe(step, throughput, **values):
             if step % config.log.every_steps == 0 or "val_loss" in values:
                 window, num_steps = throughput.window(), step - metrics.last_step
-                values |= {"tokens_per_second": window.tokens_per_second, "step_seconds": window.seconds / num_steps, **(timer.window() if timer else {})}
+                values |= {"tokens_per_second": window.tokens_per_second, "step_seconds": window.seconds / num_steps, **(timer.window() if timer else {}), **training.meter.window(window, num_steps)}
                 metrics.log(step, **values)
                 if ranks.is_main: alarms.look(step, values)
             if "val_loss" in values: log.info("validation", extra={"step": step, **training.last_val})
@@ -479,7 +484,7 @@ def share_of_peak(
 ) -> str:               # in words; "unknown: ..." where this sitting took no step
     "How much of the device's peak this sitting's steps used."
     work = flops_per_token(training.model.cfg, training.config.train.seq_len)
-    return utilisation(rows, training.device, training.dtype, after_step=training.first_step, flops_per_token=work, num_devices=training.ranks.world_size)
+    return utilisation(rows, training.device, training.dtype, after_step=training.first_step, flops_per_token=work, num_devices=training.ranks.world_size, peak=training.meter and training.meter.peak)
 
 # %% ../nbs/09_train.ipynb #6cc26c26
 def tell(
@@ -489,7 +494,7 @@ def tell(
 ) -> None:
     "Evaluate, write the report and summary.json, print the closing table."
     figures, samples = closing_evaluation(training)
-    figures |= {"of the device's peak": share_of_peak(training, rows := read_metrics(run_dir)), **comm_figures(rows)}
+    figures |= {"of the device's peak": share_of_peak(training, rows := read_metrics(run_dir)), **comm_figures(rows), **efficiency_figures(rows, training.guard.num_lost)}
     write_report(run_dir, title=run_dir.name, summary=figures, samples=samples)
     write_json(run_dir / "summary.json", {**figures, "samples": samples})
     prompt = "".join(sample_prompts(training, 1)[:1]).splitlines() or ["def "]
