@@ -42,8 +42,7 @@ from llm_from_scratch.distributed import (
 from .deepspeed_engine import build_engine, check_engine, check_pieces
 from .documents import REASONS, corpus_files, inputs_hash, is_validation, read_corpus
 from llm_from_scratch.env import (
-    Ranks, UserError, choose_device, choose_dtype, close_process_group, environment_report, hash_json, open_log, open_process_group,
-    read_ranks, run_command, seed_everything, set_debug, set_deterministic, why_not_compile,
+    Ranks, UserError, choose_device, choose_dtype, close_process_group, environment_report, hash_json, open_log, open_process_group, read_ranks, run_command, seed_everything, set_debug, set_deterministic, why_not_compile,
 )
 from .eval import bits_per_byte, evaluate_loader, syntax_rate
 from .expert_gradients import sparse_experts
@@ -65,6 +64,7 @@ from .optim import Clipper, Schedule, build_optimizer, set_lr
 from .precision import LossScaler
 from .preflight import preflight_run
 from .remote_runs import sync_run_folder, work_locally
+from .run_facts import batch_hash, crash_in_log, watch_forward
 from .state_trees import capture_rng, restore_rng
 from .token_shards import TokenShards, cached_shards, encoded_tokenizer, find_encoded, left_out, open_encoded
 from .tokenizer import Tokenizer, cached_tokenizer
@@ -120,6 +120,7 @@ class Training:
     environment: dict = field(default_factory=dict) # report of the machine, kept with the state
     url: str | None = None   # object store that follows the run's folder
     attention: str = ""      # which attention runs, and why
+    judged: dict = field(default_factory=dict)      # how the newest validation was measured, of `watch_forward`
 
     @property
     def model(self) -> Transformer: return self.engine.model
@@ -235,7 +236,9 @@ def validate(
     training: Training,  # all ranks call this together
 ) -> dict[str, float]:   # val_loss in nats a token, val_bpb in bits a byte
     "Loss and bits per byte over the whole validation split, equal on all ranks."
-    total, count = (all_sum(part) for part in evaluate_loader(training.model, training.engine.even(training.val_loader), training.device, training.dtype))
+    with watch_forward(training.model) as seen:
+        total, count = (all_sum(part) for part in evaluate_loader(training.model, training.engine.even(training.val_loader), training.device, training.dtype))
+    training.judged = {f"val_{name}": value for name, value in {**seen, "tokens": count}.items()}
     training.last_val = {"val_loss": total / count, "val_bpb": bits_per_byte(total, count, training.data.val)}
     return training.last_val
 
@@ -336,7 +339,7 @@ def fit(
             with throughput.paused(): values = validate(training) if last or training.step % config.eval.every_steps == 0 else {}
             is_regular = training.step % config.eval.every_steps == 0 # not the evaluation of a stop, which the undisturbed run does not have
             training.schedule.observe(training.position - 1, grad_norm=None if result.skipped else result.grad_norm, val_loss=values["val_loss"] if is_regular else None)
-            observe(training.step, throughput=throughput, loss=result.loss, lr=rate, grad_norm=result.grad_norm, tokens=training.tokens, **routing, **values)
+            observe(training.step, throughput=throughput, loss=result.loss, lr=rate, grad_norm=result.grad_norm, tokens=training.tokens, batch=batch_hash(batch), **routing, **values)
             if is_over(training, in_a_row): return DIVERGED
             with throughput.paused(): due = save_if_due(training, saver, schedule, last, values.get("val_loss"))
             if due in ("full", "best") and training.step % config.checkpoint.every_steps == 0: recent = []
@@ -441,15 +444,15 @@ def watch_and_fit(
 ) -> int:             # exit code
     "The loop, with metrics, log and progress bar on rank 0."
     ranks, config, log = training.ranks, training.config, open_log(run_dir / "log.jsonl", training.ranks)
-    log.info("start", extra={"step": training.step, "ranks": ranks.world_size})
+    log.info("start", extra={"step": training.step, "ranks": ranks.world_size, "train": str(training.data.train.path), "val": str(training.data.val.path), "attention": training.attention})
     metrics, timer = MetricsWriter(run_dir, ranks=ranks, resume_step=training.step, tensorboard=config.log.tensorboard), time_comm(training.engine, config.log.comm_timing)
-    with StopRequest() as stop, metrics, progress_bar(config.train.steps, ranks, console=console, start=training.step) as bar:
-        def observe(step, throughput, **values):
+    with StopRequest() as stop, metrics, progress_bar(config.train.steps, ranks, console=console, start=training.step) as bar, crash_in_log(log, lambda: training.step):
+        def observe(step, throughput, batch, **values):
             if step % config.log.every_steps == 0 or "val_loss" in values:
                 window, num_steps = throughput.window(), step - metrics.last_step
                 values |= {"tokens_per_second": window.tokens_per_second, "step_seconds": window.seconds / num_steps, **(timer.window() if timer else {})}
-                metrics.log(step, **values)
-            if "val_loss" in values: log.info("validation", extra={"step": step, **training.last_val})
+                metrics.log(step, **values, batch=batch)
+            if "val_loss" in values: log.info("validation", extra={"step": step, **training.last_val, **training.judged})
             bar.update(step, **values)
         code = fit(training, run_dir, observe, stop)
         if code == DONE and stop.reason: code = STOPPED # it came after the last step: evaluation and report are left for a resume
