@@ -64,7 +64,7 @@ from .optim import Clipper, Schedule, build_optimizer, set_lr
 from .precision import LossScaler
 from .preflight import preflight_run
 from .remote_runs import sync_run_folder, work_locally
-from .run_facts import batch_hash, crash_in_log, watch_forward
+from .run_facts import batch_hash, crash_in_log, failed_start, strangers, watch_forward
 from .state_trees import capture_rng, restore_rng
 from .token_shards import TokenShards, cached_shards, encoded_tokenizer, find_encoded, left_out, open_encoded
 from .tokenizer import Tokenizer, cached_tokenizer
@@ -444,7 +444,7 @@ def watch_and_fit(
 ) -> int:             # exit code
     "The loop, with metrics, log and progress bar on rank 0."
     ranks, config, log = training.ranks, training.config, open_log(run_dir / "log.jsonl", training.ranks)
-    log.info("start", extra={"step": training.step, "ranks": ranks.world_size, "train": str(training.data.train.path), "val": str(training.data.val.path), "attention": training.attention})
+    log.info("start", extra={"step": training.step, "ranks": ranks.world_size, "train": str(training.data.train.path), "val": str(training.data.val.path), "attention": training.attention, "strangers": strangers()})
     metrics, timer = MetricsWriter(run_dir, ranks=ranks, resume_step=training.step, tensorboard=config.log.tensorboard), time_comm(training.engine, config.log.comm_timing)
     with StopRequest() as stop, metrics, progress_bar(config.train.steps, ranks, console=console, start=training.step) as bar, crash_in_log(log, lambda: training.step):
         def observe(step, throughput, batch, **values):
@@ -547,7 +547,7 @@ def main(
     try:
         for line in apply_links(config.engine.links) if ranks.world_size > 1 else []:
             if ranks.is_main: print(f"links        {line}", file=sys.stderr)
-        open_process_group(ranks, choose_device(ranks), timeout_seconds=config.engine.timeout_seconds)
+        with failed_start(options.run_dir): open_process_group(ranks, choose_device(ranks), timeout_seconds=config.engine.timeout_seconds)
         code = hold_and_run(options, config, old, ranks)
         close_process_group()
     except UserError as error: # every rank may have found it: one tells
