@@ -6,6 +6,7 @@
 __all__ = ['SaveSchedule', 'copy_to_host', 'fetch_buffers', 'read_best', 'BackgroundSaver']
 
 # %% ../nbs/06b_background_saves.ipynb #8ebc6ae4
+import logging
 import math
 import shutil
 import threading
@@ -119,9 +120,12 @@ class _Write(threading.Thread):
         self.tries, self.path, self.error, self.notes = 1, None, None, []
 
     def run(self):
+        started = time.perf_counter()
         try: self.path = write_checkpoint(self.folder, self.packed, **self.options)
         except BaseException as error: self.error = error # for the thread that trains
-        else: self.tidy()
+        else:
+            self.seconds = time.perf_counter() - started
+            self.tidy()
 
     def tidy(self):
         keep, regular = self.saver.options, self.saver.options.every_steps if self.saver.keep_regular else None
@@ -156,7 +160,9 @@ def _settle(saver: "BackgroundSaver") -> list[str]:
     last = saver.under_way
     if last is None or last.is_alive(): return []
     saver.under_way = None
-    if last.error is None: saver.saved = last.path
+    if last.error is None:
+        saver.saved = last.path
+        logging.getLogger("llm_from_scratch").info("saved", extra={"step": last.packed.step, "seconds": round(last.seconds, 4), "bytes": last.packed.num_bytes})
     elif last.tries == 2 or not isinstance(last.error, UserError): raise last.error
     else:
         saver.under_way = last.again()

@@ -66,6 +66,7 @@ from .optim import Clipper, Schedule, build_optimizer, set_lr
 from .precision import LossScaler
 from .preflight import preflight_run
 from .remote_runs import sync_run_folder, work_locally
+from .run_facts import batch_hash, crash_in_log, failed_start, strangers, watch_forward
 from .state_trees import capture_rng, restore_rng
 from .token_shards import TokenShards, cached_shards, encoded_tokenizer, find_encoded, left_out, open_encoded
 from .tokenizer import Tokenizer, cached_tokenizer
@@ -124,6 +125,7 @@ class Training:
     attention: str = ""      # which attention runs, and why
     classes: LossClasses | None = None # what validation is taken apart by
     meter: RunMeter | None = None # of this sitting, once it steps
+    judged: dict = field(default_factory=dict)      # how the newest validation was measured, of `watch_forward`
 
     @property
     def model(self) -> Transformer: return self.engine.model
@@ -243,8 +245,10 @@ def validate(
 ) -> dict[str, float]:   # val_loss in nats a token, val_bpb in bits a byte; the loss of each class of tokens
     "Loss and bits per byte over the whole validation split, equal on all ranks."
     if classes := training.classes: classes.reset()
-    sums = evaluate_loader(training.model, training.engine.even(training.val_loader), training.device, training.dtype, observe=classes and classes.add)
+    with watch_forward(training.model) as seen:
+        sums = evaluate_loader(training.model, training.engine.even(training.val_loader), training.device, training.dtype, observe=classes and classes.add)
     total, count = map(all_sum, sums)
+    training.judged = {f"val_{name}": value for name, value in {**seen, "tokens": count}.items()}
     training.last_val = {"val_loss": total / count, "val_bpb": bits_per_byte(total, count, training.data.val)}
     return {**training.last_val, **(class_means(classes, all_sum(classes.sums.to(training.device))) if classes else {})}
 
@@ -349,7 +353,7 @@ def fit(
             with throughput.paused(), fuse.phase("evaluation"): values = validate(training) if last or training.step % config.eval.every_steps == 0 else {}
             is_regular = training.step % config.eval.every_steps == 0 # not the evaluation of a stop, which the undisturbed run does not have
             training.schedule.observe(training.position - 1, grad_norm=None if result.skipped else result.grad_norm, val_loss=values["val_loss"] if is_regular else None)
-            observe(training.step, throughput=throughput, loss=result.loss, lr=rate, grad_norm=result.grad_norm, tokens=training.tokens, **routing, **values)
+            observe(training.step, throughput=throughput, loss=result.loss, lr=rate, grad_norm=result.grad_norm, tokens=training.tokens, batch=batch_hash(batch), **routing, **values)
             if is_over(training, in_a_row): return DIVERGED
             with throughput.paused(), fuse.phase("saving"): due = save_if_due(training, saver, schedule, last, values.get("val_loss"))
             if due in ("full", "best") and training.step % config.checkpoint.every_steps == 0: recent = []
@@ -454,19 +458,19 @@ def watch_and_fit(
 ) -> int:             # exit code
     "The loop, with metrics, log and progress bar on rank 0."
     ranks, config, log = training.ranks, training.config, open_log(run_dir / "log.jsonl", training.ranks)
-    log.info("start", extra={"step": training.step, "ranks": ranks.world_size})
+    log.info("start", extra={"step": training.step, "ranks": ranks.world_size, "train": str(training.data.train.path), "val": str(training.data.val.path), "attention": training.attention, "strangers": strangers()})
     metrics, timer = MetricsWriter(run_dir, ranks=ranks, resume_step=training.step, tensorboard=config.log.tensorboard), time_comm(training.engine, config.log.comm_timing)
     training.meter = RunMeter(config.log, run_dir, ranks, training.device, training.dtype, flops_per_token=flops_per_token(training.model.cfg, config.train.seq_len))
-    with StopRequest() as stop, metrics, training.meter, progress_bar(config.train.steps, ranks, console=console, start=training.step) as bar:
+    with StopRequest() as stop, metrics, training.meter, progress_bar(config.train.steps, ranks, console=console, start=training.step) as bar, crash_in_log(log, lambda: training.step):
         tell = lambda text: (bar.print(text), log.warning(text, extra={"step": training.step}))
         alarms = Alarms(config.alarms, run_dir if ranks.is_main else None, rows=read_metrics(run_dir) if ranks.is_main else (), tell=tell)
-        def observe(step, throughput, **values):
+        def observe(step, throughput, batch, **values):
             if step % config.log.every_steps == 0 or "val_loss" in values:
                 window, num_steps = throughput.window(), step - metrics.last_step
                 values |= {"tokens_per_second": window.tokens_per_second, "step_seconds": window.seconds / num_steps, **(timer.window() if timer else {}), **training.meter.window(window, num_steps)}
-                metrics.log(step, **values)
+                metrics.log(step, **values, batch=batch)
                 if ranks.is_main: alarms.look(step, values)
-            if "val_loss" in values: log.info("validation", extra={"step": step, **training.last_val})
+            if "val_loss" in values: log.info("validation", extra={"step": step, **training.last_val, **training.judged})
             bar.update(step, **values)
         training.fuse.tell = tell
         code = fit(training, run_dir, observe, stop)
@@ -564,7 +568,7 @@ def main(
     try:
         for line in apply_links(config.engine.links) if ranks.world_size > 1 else []:
             if ranks.is_main: print(f"links        {line}", file=sys.stderr)
-        open_process_group(ranks, choose_device(ranks), timeout_seconds=config.engine.timeout_seconds)
+        with failed_start(options.run_dir): open_process_group(ranks, choose_device(ranks), timeout_seconds=config.engine.timeout_seconds)
         code = hold_and_run(options, config, old, ranks)
         close_process_group()
     except UserError as error: # every rank may have found it: one tells, and its launcher's signal comes too late

@@ -260,7 +260,7 @@ class Lab:
 def log_lines(run_dir: Path) -> list[str]:
     path = run_dir / "log.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
-    return [row["message"] for row in rows if row.get("message") not in ("start", "end", "validation")]
+    return [row["message"] for row in rows if row.get("message") not in ("start", "end", "validation", "saved")]
 
 
 def newest_step(run_dir: Path) -> int:
