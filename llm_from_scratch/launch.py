@@ -444,7 +444,8 @@ def training_bytes(
     one, two = count_weights(1), count_weights(2)
     count, engine = one + (config.model.num_layers - 1) * (two - one), config.engine
     moments = 0 if engine.offload != "none" else 2 if config.optim.kind == "adamw" else 1
-    return sum(4 * count * copies // (world_size if engine.zero >= stage else 1) for stage, copies in ((3, 1), (2, 1), (1, moments)))
+    spread = sum(4 * count * copies // (world_size if engine.zero >= stage else 1) for stage, copies in ((3, 1), (2, 1), (1, moments)))
+    return max(spread, 4 * count) if engine.zero == 3 else spread # cut from what each rank has built whole
 
 def available_bytes(
     device: torch.device,                          # a GPU's own memory, or this machine's
