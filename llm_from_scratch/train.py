@@ -36,9 +36,7 @@ from .checkpointing import checkpoint_step, list_checkpoints, load_checkpoint, v
 from .comm_timing import comm_figures, comm_table, time_comm
 from .config import Config, replace
 from .dataloader import Batch, TokenLoader, endless, loader_options
-from llm_from_scratch.distributed import (
-    Engine, StepResult, all_sum, broadcast_object, check_parity, gather_objects, mistake_elsewhere, next_token_loss, plan_batch, speaks_first, watch_launcher,
-)
+from .distributed import Engine, StepResult, all_sum, broadcast_object, check_parity, gather_objects, mistake_elsewhere, next_token_loss, plan_batch, speaks_first, watch_launcher
 from .deepspeed_engine import build_engine, check_engine, check_pieces
 from .device_monitor import RunMeter
 from .documents import REASONS, corpus_files, inputs_hash, is_validation, read_corpus
@@ -50,6 +48,7 @@ from .eval import bits_per_byte, evaluate_loader, syntax_rate
 from .expert_gradients import sparse_experts
 from .fuse import Fuse, process_age, stop_reason
 from .generate import complete
+from .gradient_report import report_gradients
 from .guard import SpikeGuard
 from llm_from_scratch.launch import (
     DIVERGED, DONE, INTERRUPTED, STOPPED, USER_ERROR, StopRequest, check_memory, check_readers, check_resume, check_run_folder, check_same_data, check_saving, checkpoint_to_resume,
@@ -461,6 +460,7 @@ def watch_and_fit(
     log.info("start", extra={"step": training.step, "ranks": ranks.world_size, "train": str(training.data.train.path), "val": str(training.data.val.path), "attention": training.attention, "strangers": strangers()})
     metrics, timer = MetricsWriter(run_dir, ranks=ranks, resume_step=training.step, tensorboard=config.log.tensorboard), time_comm(training.engine, config.log.comm_timing)
     training.meter = RunMeter(config.log, run_dir, ranks, training.device, training.dtype, flops_per_token=flops_per_token(training.model.cfg, config.train.seq_len))
+    report_gradients(training.engine, config.log.gradient_report_steps, run_dir, ranks, lambda: training.step + 1)
     with StopRequest() as stop, metrics, training.meter, progress_bar(config.train.steps, ranks, console=console, start=training.step) as bar, crash_in_log(log, lambda: training.step):
         tell = lambda text: (bar.print(text), log.warning(text, extra={"step": training.step}))
         alarms = Alarms(config.alarms, run_dir if ranks.is_main else None, rows=read_metrics(run_dir) if ranks.is_main else (), tell=tell)
