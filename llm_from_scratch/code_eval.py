@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['STOP_LINE', 'bleu', 'repetition_rate', 'CodeTask', 'parse_task', 'read_tasks', 'program_of', 'pass_at_k',
            'check_completions', 'reason_kind', 'score_completions', 'has_room', 'sample_completions', 'evaluate_code',
-           'checkpoints_parser', 'checkpoint_card', 'code_parser', 'open_checkpoints', 'code_table', 'code_command']
+           'checkpoints_parser', 'checkpoint_card', 'code_parser', 'open_checkpoints', 'code_table', 'main']
 
 # %% ../nbs/07g_code_eval.ipynb #14910dd6
 import argparse
@@ -299,11 +299,11 @@ def code_table(
     return table
 
 # %% ../nbs/07g_code_eval.ipynb #1cd1fe8b
-def code_command(
-    args: list[str],    # after `eval code`
+def main(
+    args: list[str],    # of `python -m llm_from_scratch.eval`: code RUN ...
 ) -> int:               # 0
     "Evaluate the code of each checkpoint; UserError for a wrong option, run or file, and where programs can't be isolated."
-    options = code_parser().parse_args(args)
+    options = code_parser().parse_args(args[1:])
     for name in ("limit", "samples", "max_new_tokens", "cpu_seconds"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} is {value}: give at least 1")

@@ -11,9 +11,9 @@ __all__ = ['COMMANDS', 'Perplexity', 'count_words', 'evaluate_loader', 'bits_per
 import argparse
 import ast
 import hashlib
+import importlib
 import json
 import math
-import pkgutil
 import re
 import textwrap
 import warnings
@@ -273,9 +273,8 @@ def card_table(
     return table
 
 # %% ../nbs/07_eval.ipynb #2048c4c3
-COMMANDS = {    # subcommand -> function of a later module
-    "code": "llm_from_scratch.code_eval:code_command",
-    "spelling": "llm_from_scratch.spelling:spelling_command",
+COMMANDS = {    # first word of `python -m llm_from_scratch.eval` -> the module whose `main` takes the whole line
+    "blind-score": "blind_rating", "blind-sheet": "blind_rating", "code": "code_eval", "compare": "compare", "spelling": "spelling",
 }
 
 # %% ../nbs/07_eval.ipynb #105f6879
@@ -295,7 +294,7 @@ def main(
 ) -> int:               # 0
     "Run a subcommand, or print the card of a text as a table or as JSON; UserError for a wrong option, run or file."
     if args and args[0] in COMMANDS:
-        return pkgutil.resolve_name(COMMANDS[args[0]])(args[1:])
+        return importlib.import_module(f"llm_from_scratch.{COMMANDS[args[0]]}").main(args)
     options = command_parser().parse_args(args)
     for name in ("run_dir", "text"):
         if not getattr(options, name):

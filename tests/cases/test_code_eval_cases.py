@@ -17,7 +17,6 @@ from llm_from_scratch.code_eval import (
     CodeTask,
     bleu,
     check_completions,
-    code_command,
     pass_at_k,
     program_of,
     read_tasks,
@@ -222,10 +221,10 @@ def test_the_command_prints_a_card_a_checkpoint(run_dir, tmp_path, capsys):
 def test_the_command_refuses_where_programs_cannot_be_isolated(run_dir, monkeypatch):
     monkeypatch.setattr("llm_from_scratch.sandbox._ask_child", lambda job: {"refused": "unshare: Operation not permitted"})
     with pytest.raises(UserError, match="switch isolation off"):
-        code_command([str(run_dir), "--limit", "1"])
+        main(["code", str(run_dir), "--limit", "1"])
     monkeypatch.setattr("llm_from_scratch.code_eval.run_many", lambda jobs, **options: [Outcome(False, "ended before")])
     with pytest.raises(UserError, match="programs don't run here"):
-        code_command([str(run_dir), "--limit", "1"])
+        main(["code", str(run_dir), "--limit", "1"])
 
 
 @pytest.mark.slow
