@@ -64,7 +64,7 @@ def item_html(
 ) -> str:
     "A text with its six buttons; the prompt is dimmed."
     buttons = "".join(f'<label><input type="radio" name="s{item.number}" value="{score}">{score}</label>' for score in range(6))
-    shown = f"<i>{html.escape(item.prompt)}</i>{html.escape(item.text)}"
+    shown = f"<i>{html.escape(item.prompt)}</i>{html.escape(item.text) if item.text.strip() else '(nothing)'}"
     return f'<section data-number="{item.number}"><h2>{item.number}</h2><pre>{shown}</pre><fieldset aria-label="score of {item.number}">{buttons}</fieldset></section>'
 
 # %% ../nbs/07ga_blind_rating.ipynb #2c8710c1

@@ -176,7 +176,7 @@ COMPARE_STYLE = """
 .wide { overflow-x: auto; border: 1px solid var(--edge); border-radius: 6px; }
 .wide table { width: 100%; } .wide th, .wide td { padding: .35rem .9rem; text-align: left; font-weight: 400; border-bottom: 1px solid var(--edge); white-space: nowrap; }
 .wide tr:last-child > * { border-bottom: 0; } .wide thead th { font-weight: 600; } .wide td { font-variant-numeric: tabular-nums; }
-.wide th:first-child { position: sticky; left: 0; background: Canvas; max-width: 14rem; white-space: normal; overflow-wrap: anywhere; }
+.wide th:first-child { position: sticky; left: 0; background: Canvas; min-width: 8.5rem; max-width: 14rem; white-space: normal; overflow-wrap: anywhere; }
 .wide td:last-child { font-weight: 400; } .dot { display: inline-block; width: .7em; height: .7em; border-radius: 50%; margin-right: .45em; }
 .texts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(20rem, 100%), 1fr)); gap: 1rem; }
 .texts pre { margin: .3rem 0 0; white-space: pre-wrap; overflow-wrap: anywhere; max-height: 22rem; overflow-y: auto; }

@@ -114,7 +114,7 @@ def test_model_arguments_are_checked(run_dir, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("lm_eval"), reason="the evaluation harness is not installed")
 def test_the_harness_runs_a_local_task_without_a_network(run_dir, tmp_path, answers):
-    rows = [dict(a=n, choices=[f" {2 * n}.", f" {n + 1}."], label=0) for n in range(10, 22)]
+    rows = [dict(a=n, choices=[f"{2 * n}.", f"{n + 1}."], label=0) for n in range(10, 22)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     common = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "sums.jsonl")}}, "test_split": "test", "doc_to_text": "The answer to {{a}} plus {{a}} is"}
     kinds = {
@@ -129,7 +129,7 @@ def test_the_harness_runs_a_local_task_without_a_network(run_dir, tmp_path, answ
     result = subprocess.run([sys.executable, "-m", "llm_from_scratch.lm_harness", *arguments], env=environment, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stderr[-3000:]
     found = json.loads(next((tmp_path / "out").rglob("results_*.json")).read_text())["results"]
-    choose = [answers.loglikelihood([Request((f"The answer to {row['a']} plus {row['a']} is", choice)) for choice in row["choices"]]) for row in rows]
+    choose = [answers.loglikelihood([Request((f"The answer to {row['a']} plus {row['a']} is", f" {choice}")) for choice in row["choices"]]) for row in rows]
     assert found["sums"]["acc,none"] == pytest.approx(sum(one[0] >= other[0] for one, other in choose) / len(rows))
     assert found["rolling"]["bits_per_byte,none"] > 0 and 0 <= found["writing"]["exact_match,none"] <= 1
 
