@@ -288,14 +288,15 @@ def code_table(
     cards: list[dict],  # of `evaluate_code`
 ) -> Table:             # for a rich console
     "One row a checkpoint, the protocol below."
-    passes = [name for name in cards[0] if name.startswith("pass@")]
-    table = Table("run", "step", *passes, "syntax", "BLEU-4", "repetition", "reasons", title=f"{cards[0]['tasks']}, {cards[0]['num_tasks']} tasks, {cards[0]['num_samples']} samples each")
+    first, passes = cards[0], [name for name in cards[0] if name.startswith("pass@")]
+    table = Table("run", "step", *passes, "syntax", "BLEU-4", "repeats", title=f"{first['tasks']}, {first['num_tasks']} tasks, {first['num_samples']} samples each")
+    lines = [f"{first['bleu_signature']}; references repeat {first['reference_repetition_rate']:.1%}; {first['too_long']} prompts too long; {'' if first['isolated'] else 'NOT '}isolated"]
     for card in cards:
-        rates = [f"{card[name]:.1%}" for name in [*passes, "syntax_rate"]]
-        reasons = ", ".join(f"{name} {count}" for name, count in list(card["reasons"].items())[:3])
-        table.add_row(card["run"], str(card["step"]), *rates, f"{card['bleu']:.2f}", f"{card['repetition_rate']:.1%}", reasons)
-    card = cards[0]
-    table.caption = f"{card['bleu_signature']}; references repeat {card['reference_repetition_rate']:.1%}; {card['too_long']} prompts too long; {'' if card['isolated'] else 'NOT '}isolated"
+        name = re.sub(r"/checkpoints/step_\d+/?$", "", card["run"]).rstrip("/").rpartition("/")[2]
+        rates = [f"{card[column]:.1%}" for column in [*passes, "syntax_rate"]]
+        table.add_row(name, str(card["step"]), *rates, f"{card['bleu']:.2f}", f"{card['repetition_rate']:.1%}")
+        lines.append(f"{name}, step {card['step']}: " + ", ".join(f"{reason} {count}" for reason, count in list(card["reasons"].items())[:4]))
+    table.caption = "\n".join(lines)
     return table
 
 # %% ../nbs/07g_code_eval.ipynb #1cd1fe8b
