@@ -180,7 +180,7 @@ def prose_words(source: str) -> int:
 
 
 def prose_misses(nb: Notebook) -> list[str]:
-    "The frame keeps its own lengths, and is not in the share of prose."
+    "The frame keeps its own lengths; it counts where there is little prose, not where there is much."
     misses = []
     for cell in (cell for cell in nb.cells[2:] if cell.kind == "markdown"):
         low, high = MARKDOWN_WORDS if cell is not nb.closing else (MARKDOWN_WORDS[0], MAX_CLOSING_WORDS)
@@ -188,10 +188,11 @@ def prose_misses(nb: Notebook) -> list[str]:
         has_more = re.search(r"```|\$\$|^\s*\||^\s*>", cell.source, re.M)
         if num_words > high or (0 < num_words < low and not has_more):
             misses.append(f"cell {cell.index}: Markdown of {num_words} words, {low} to {high}")
-    num_words = sum(prose_words(cell.source) for cell in nb.cells if cell.kind == "markdown" and cell not in nb.frame)
+    words = {cell.index: prose_words(cell.source) for cell in nb.cells if cell.kind == "markdown"}
+    num_words, in_frame = sum(words.values()), sum(words[cell.index] for cell in nb.frame)
     num_lines = sum(len(cell.lines) for cell in nb.cells if cell.is_code)
     share = num_words / max(num_lines, 1)
-    if not PROSE_WORDS_PER_LINE[0] <= share <= PROSE_WORDS_PER_LINE[1]:
+    if share < PROSE_WORDS_PER_LINE[0] or share - in_frame / max(num_lines, 1) > PROSE_WORDS_PER_LINE[1]:
         misses.append(f"{share:.2f} words of prose a line of code ({num_words} / {num_lines}), 2 to 4")
     return misses
 
