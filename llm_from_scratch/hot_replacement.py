@@ -253,6 +253,8 @@ def main(
     parser.add_argument("--min-groups", type=int, default=1, help="fewer than these don't train")
     parser.add_argument("--heartbeat-timeout", type=float, default=2.0, help="seconds of silence after which a group is taken for dead")
     options = parser.parse_args(arguments)
+    if not (0 <= options.port < 65536 and options.min_groups > 0 and 0 < options.heartbeat_timeout < 1e6):
+        raise UserError("--port is from 0 to 65535, --min-groups at least 1, --heartbeat-timeout a positive number of seconds")
     with open_lighthouse(port=options.port, min_groups=options.min_groups, heartbeat_timeout_seconds=options.heartbeat_timeout) as address:
         print(f"lighthouse at {address}", flush=True)
         watch_groups(address, lambda: False, heartbeat_timeout_seconds=options.heartbeat_timeout)

@@ -376,11 +376,12 @@ def repeated_stop(
 ) -> int | None:          # the exit code to repeat, or None
     "Whether this is a launcher's restart of an attempt that ended on purpose."
     host, process, count = this_launcher()
-    if run_dir is None or count == 0 or not (run_dir / "stopped.json").exists(): return None
+    if run_dir is None or not (count or "TORCHELASTIC_RUN_ID" in os.environ) or not (run_dir / "stopped.json").exists(): return None
     stopped = read_json(run_dir / "stopped.json")
-    starts = stopped.get("launchers", []) if isinstance(stopped, dict) else []
-    ours = any(start[:2] == [host, process] and start[2] < count for start in starts) # with the same count it made room for another rank
-    return stopped.get("exit_code", USER_ERROR) if ours else None
+    starts, code = (stopped.get("launchers", []), stopped.get("exit_code", USER_ERROR)) if isinstance(stopped, dict) else ([], USER_ERROR)
+    counts, num_launchers = [start[2] for start in starts if start[:2] == [host, process]], len({tuple(start[:2]) for start in starts})
+    made_room = code == STOPPED and (count in counts or int(os.environ.get("GROUP_WORLD_SIZE") or 1) > num_launchers) # for another launcher
+    return code if counts and not made_room else None
 
 
 def remove_stub(

@@ -162,7 +162,7 @@ def main(
     parser.add_argument("--cluster", choices=list(CLUSTERS), default="nvlink-ib", help="what connects them")
     parser.add_argument("--every-steps", type=int, default=100, help="steps between two averages of DiLoCo")
     options = parser.parse_args(arguments)
-    if min(options.gpus) < 1 or options.parameters <= 0 or options.every_steps < 1: raise UserError("--gpus, --parameters and --every-steps are at least 1")
+    if min(options.gpus) < 1 or not 1 <= options.parameters < 1e18 or options.every_steps < 1: raise UserError("--gpus, --parameters and --every-steps are at least 1")
     Console().print(prediction_table(options.parameters, options.gpus, CLUSTERS[options.cluster], every_steps=options.every_steps))
     return 0
 
