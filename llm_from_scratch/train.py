@@ -69,6 +69,7 @@ from .run_facts import batch_hash, crash_in_log, failed_start, strangers, watch_
 from .state_trees import capture_rng, restore_rng
 from .token_shards import TokenShards, cached_shards, encoded_tokenizer, find_encoded, left_out, open_encoded
 from .tokenizer import Tokenizer, cached_tokenizer
+from .trackers import Trackers
 from .watchdog import STALLED, broken_off, note_step, watch_run
 
 # %% ../nbs/09_train.ipynb #a418ff6e
@@ -461,7 +462,7 @@ def watch_and_fit(
     metrics, timer = MetricsWriter(run_dir, ranks=ranks, resume_step=training.step, tensorboard=config.log.tensorboard), time_comm(training.engine, config.log.comm_timing)
     training.meter = RunMeter(config.log, run_dir, ranks, training.device, training.dtype, flops_per_token=flops_per_token(training.model.cfg, config.train.seq_len))
     report_gradients(training.engine, config.log.gradient_report_steps, run_dir, ranks, lambda: training.step + 1)
-    with StopRequest() as stop, metrics, training.meter, progress_bar(config.train.steps, ranks, console=console, start=training.step) as bar, crash_in_log(log, lambda: training.step):
+    with StopRequest() as stop, metrics, training.meter, Trackers(config, run_dir, ranks) as trackers, progress_bar(config.train.steps, ranks, console=console, start=training.step) as bar, crash_in_log(log, lambda: training.step):
         tell = lambda text: (bar.print(text), log.warning(text, extra={"step": training.step}))
         alarms = Alarms(config.alarms, run_dir if ranks.is_main else None, rows=read_metrics(run_dir) if ranks.is_main else (), tell=tell)
         def observe(step, throughput, batch, **values):
@@ -469,6 +470,7 @@ def watch_and_fit(
                 window, num_steps = throughput.window(), step - metrics.last_step
                 values |= {"tokens_per_second": window.tokens_per_second, "step_seconds": window.seconds / num_steps, **(timer.window() if timer else {}), **training.meter.window(window, num_steps)}
                 metrics.log(step, **values, batch=batch)
+                trackers.log(step, values)
                 if ranks.is_main: alarms.look(step, values)
             if "val_loss" in values: log.info("validation", extra={"step": step, **training.last_val, **training.judged})
             bar.update(step, **values)
