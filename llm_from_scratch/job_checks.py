@@ -182,7 +182,7 @@ def check_overlap(
     "Whether training holds validation documents."
     shares = found_shares(train, val)
     judged = shares[~np.isnan(shares)]
-    leaked = np.flatnonzero(np.nan_to_num(shares) >= 0.8)
+    leaked = np.flatnonzero(np.nan_to_num(shares) >= 0.95)
     shared = float(judged.mean()) if len(judged) else 0.0
     found = f"{len(leaked)} of {len(judged)} validation documents lie in the training text, {shared:.1%} of all spans of {SPAN_TOKENS} tokens"
     cure = "remove copies before the split: python -m llm_from_scratch.corpus with its deduplication"
