@@ -108,9 +108,8 @@ def growth(
     validations = [record for record in log if record.get("message") == "validation"]
     found = [(record["step"], record[name]) for record in validations if record.get(name) is not None]
     found = found[next((n for n in range(len(found) - 1, 0, -1) if found[n][0] <= found[n - 1][0]), 0):]
-    values = [value for _, value in found]
-    if len(found) < 3 or any(after <= before for before, after in zip(values, values[1:])): return 0.0, values[-1] if values else 0
-    return (values[-1] - values[0]) / (found[-1][0] - found[0][0]), values[-1]
+    if len(found) < 3 or any(after <= before for (_, before), (_, after) in zip(found, found[1:])): return 0.0, found[-1][1] if found else 0
+    return (found[-1][1] - found[0][1]) / (found[-1][0] - found[0][0]), found[-1][1]
 
 # %% ../nbs/08_troubleshooting.ipynb #c3edfe5b
 def read_state(
@@ -170,7 +169,8 @@ class Evidence:
     @property
     def crash(self) -> dict: # of the last sitting
         "The exception that ended it; empty where none did."
-        return next((record for record in reversed(self.log) if record.get("message") in ("crash", "start", "end")), {}) if self.records("crash") else {}
+        last = next((record for record in reversed(self.log) if record.get("message") in ("crash", "start", "end")), {})
+        return last if last.get("message") == "crash" else {}
 
     @property
     def last_words(self) -> str: return " ".join(filter(None, (self.crash.get("error_type"), self.crash.get("reason"), self.stopped.get("reason"))))
@@ -327,8 +327,7 @@ def show_diagnoses(
 ) -> None:
     "Print what was found, why we think so, and what to check next."
     if not found: return console.print(f"nothing found by {len(load_rules())} rules; `troubleshooting rules` lists what they know", highlight=False)
-    table = Table(title=f"{run}", title_justify="left", show_lines=True)
-    for name in ("cause", "evidence", "check next", "cure"): table.add_column(name, overflow="fold")
+    table = Table("cause", "evidence", "check next", "cure", title=f"{run}", title_justify="left", show_lines=True)
     for one in found:
         after = f" (from step {one.finding.step})" if one.finding.step is not None else ""
         table.add_row(f"{one.finding.sure}: {one.rule.cause}", one.finding.evidence + after, one.describe(run)["next"], one.rule.cure)
