@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+# %% ../nbs/06b_background_saves.ipynb #b7d1e0c4
 import torch
 
 from .artifacts import read_json, write_json
