@@ -13,6 +13,9 @@ if (Path(__file__).parents[1] / "kernels" / "attention.py").is_file() and (Path(
 # of a run's speed instead of most of it; see 07d_launch, "Cores are shared".
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
+# Also before: torch's own warnings of a meeting that fails are a page of addresses each, beside our one line.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
 
 _end = []  # of a command: empty while it runs, [None] while it says how it ended, [exit code] once that is said
 

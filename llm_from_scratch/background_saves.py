@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-# %% ../nbs/06b_background_saves.ipynb #b7d1e0c4
+# %% ../nbs/06b_background_saves.ipynb #6b5a7e01
 import torch
 
 from .artifacts import read_json, write_json
@@ -122,11 +122,9 @@ class _Write(threading.Thread):
 
     def run(self):
         started = time.perf_counter()
-        try: self.path = write_checkpoint(self.folder, self.packed, **self.options)
+        try: self.path, self.seconds = write_checkpoint(self.folder, self.packed, **self.options), time.perf_counter() - started
         except BaseException as error: self.error = error # for the thread that trains
-        else:
-            self.seconds = time.perf_counter() - started
-            self.tidy()
+        else: self.tidy()
 
     def tidy(self):
         keep, regular = self.saver.options, self.saver.options.every_steps if self.saver.keep_regular else None
@@ -142,6 +140,10 @@ class _Write(threading.Thread):
         other = _Write(self.saver, self.packed, self.val_loss, self.options)
         other.tries = self.tries + 1
         return other
+
+def _log_saved(write: _Write) -> Path:
+    logging.getLogger("llm_from_scratch").info("saved", extra={"step": write.packed.step, "seconds": round(write.seconds, 4), "bytes": write.packed.num_bytes})
+    return write.path
 
 # %% ../nbs/06b_background_saves.ipynb #9e9bfea1
 def _begin(saver: "BackgroundSaver", state: dict, step: int, kind: str, inputs: dict | None, val_loss: float | None, files: Path | None) -> None:
@@ -161,9 +163,7 @@ def _settle(saver: "BackgroundSaver") -> list[str]:
     last = saver.under_way
     if last is None or last.is_alive(): return []
     saver.under_way = None
-    if last.error is None:
-        saver.saved = last.path
-        logging.getLogger("llm_from_scratch").info("saved", extra={"step": last.packed.step, "seconds": round(last.seconds, 4), "bytes": last.packed.num_bytes})
+    if last.error is None: saver.saved = _log_saved(last)
     elif last.tries == 2 or not isinstance(last.error, UserError): raise last.error
     else:
         saver.under_way = last.again()

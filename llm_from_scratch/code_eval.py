@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['STOP_LINE', 'bleu', 'repetition_rate', 'CodeTask', 'parse_task', 'read_tasks', 'program_of', 'pass_at_k',
            'check_completions', 'reason_kind', 'score_completions', 'has_room', 'sample_completions', 'evaluate_code',
-           'checkpoints_parser', 'checkpoint_card', 'code_parser', 'open_checkpoints', 'code_table', 'code_command']
+           'checkpoints_parser', 'checkpoint_card', 'code_parser', 'open_checkpoints', 'code_table', 'main']
 
 # %% ../nbs/07g_code_eval.ipynb #14910dd6
 import argparse
@@ -288,22 +288,23 @@ def code_table(
     cards: list[dict],  # of `evaluate_code`
 ) -> Table:             # for a rich console
     "One row a checkpoint, the protocol below."
-    passes = [name for name in cards[0] if name.startswith("pass@")]
-    table = Table("run", "step", *passes, "syntax", "BLEU-4", "repetition", "reasons", title=f"{cards[0]['tasks']}, {cards[0]['num_tasks']} tasks, {cards[0]['num_samples']} samples each")
+    first, passes = cards[0], [name for name in cards[0] if name.startswith("pass@")]
+    table = Table("run", "step", *passes, "syntax", "BLEU-4", "repeats", title=f"{first['tasks']}, {first['num_tasks']} tasks, {first['num_samples']} samples each")
+    lines = [f"{first['bleu_signature']}; references repeat {first['reference_repetition_rate']:.1%}; {first['too_long']} prompts too long; {'' if first['isolated'] else 'NOT '}isolated"]
     for card in cards:
-        rates = [f"{card[name]:.1%}" for name in [*passes, "syntax_rate"]]
-        reasons = ", ".join(f"{name} {count}" for name, count in list(card["reasons"].items())[:3])
-        table.add_row(card["run"], str(card["step"]), *rates, f"{card['bleu']:.2f}", f"{card['repetition_rate']:.1%}", reasons)
-    card = cards[0]
-    table.caption = f"{card['bleu_signature']}; references repeat {card['reference_repetition_rate']:.1%}; {card['too_long']} prompts too long; {'' if card['isolated'] else 'NOT '}isolated"
+        name = re.sub(r"/checkpoints/step_\d+/?$", "", card["run"]).rstrip("/").rpartition("/")[2]
+        rates = [f"{card[column]:.1%}" for column in [*passes, "syntax_rate"]]
+        table.add_row(name, str(card["step"]), *rates, f"{card['bleu']:.2f}", f"{card['repetition_rate']:.1%}")
+        lines.append(f"{name}, step {card['step']}: " + ", ".join(f"{reason} {count}" for reason, count in list(card["reasons"].items())[:4]))
+    table.caption = "\n".join(lines)
     return table
 
 # %% ../nbs/07g_code_eval.ipynb #1cd1fe8b
-def code_command(
-    args: list[str],    # after `eval code`
+def main(
+    args: list[str],    # of `python -m llm_from_scratch.eval`: code RUN ...
 ) -> int:               # 0
     "Evaluate the code of each checkpoint; UserError for a wrong option, run or file, and where programs can't be isolated."
-    options = code_parser().parse_args(args)
+    options = code_parser().parse_args(args[1:])
     for name in ("limit", "samples", "max_new_tokens", "cpu_seconds"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} is {value}: give at least 1")

@@ -340,11 +340,12 @@ MISTAKE = "mistake of a user" # key in the group's store
 
 def speaks_first(
     message: str, # what the user did wrong, one line
+    about: str = MISTAKE, # a key: for each of them one rank speaks
 ) -> bool:        # True on one rank of all, and without a process group; waits for nobody
     "Claim the right to tell the user why the run ends."
     if not dist.is_initialized(): return True
     mine = f"{dist.get_rank()} {message}"
-    try: return dist.distributed_c10d._get_default_store().compare_set(MISTAKE, "", mine).decode() == mine
+    try: return dist.distributed_c10d._get_default_store().compare_set(about, "", mine).decode() == mine
     except RuntimeError: return True # the store went with its process: better twice than never
 
 def mistake_elsewhere() -> str | None: # another rank's message, or None
@@ -361,7 +362,7 @@ def watch_launcher(
 ) -> bool:                        # whether torchrun started this process
     "Let this worker end when its torchrun dies; at once where other machines' launchers live and may go on without it."
     if "TORCHELASTIC_RUN_ID" not in os.environ: return False
-    ending = signal.SIGKILL if int(os.environ.get("GROUP_WORLD_SIZE") or 1) > 1 else signal.SIGTERM
+    ending = signal.SIGKILL if os.environ.get("GROUP_WORLD_SIZE", "1") != "1" else signal.SIGTERM
     if sys.platform == "linux": ctypes.CDLL(None).prctl(1, ending)
     threading.Thread(target=_end_as_orphan, args=(os.getppid(), ending, grace_seconds), daemon=True).start()
     return True

@@ -9,9 +9,9 @@ __all__ = ['COMMANDS', 'Perplexity', 'count_words', 'token_losses', 'evaluate_lo
 
 # %% ../nbs/07_eval.ipynb #ca9f9900
 import ast
+import importlib
 import lzma
 import math
-import pkgutil
 import re
 import textwrap
 import warnings
@@ -275,17 +275,17 @@ def evaluate_text(
         dtype=str(next(model.parameters()).dtype).removeprefix("torch."))
 
 # %% ../nbs/07_eval.ipynb #1d12b537
-COMMANDS = { # first word of `python -m llm_from_scratch.eval` -> function of a later module that takes the words after it
-    "text": "evaluation_cards:text_command", "wikitext": "evaluation_cards:wikitext_command", "verify": "evaluation_cards:verify_command",
-    "code": "code_eval:code_command", "spelling": "spelling:spelling_command",
+COMMANDS = { # first word of `python -m llm_from_scratch.eval` -> the module whose `main` takes the whole line
+    "text": "evaluation_cards", "wikitext": "evaluation_cards", "verify": "evaluation_cards", "spelling": "spelling",
+    "code": "code_eval", "blind-sheet": "blind_rating", "blind-score": "blind_rating", "compare": "compare",
 }
 
 def main(
     args: list[str],    # without the program's name
 ) -> int:               # exit code
-    "Hand the line to the function that its first word names, else to the one that scores a text."
-    named = bool(args) and args[0] in COMMANDS
-    return pkgutil.resolve_name(f"llm_from_scratch.{COMMANDS[args[0] if named else 'text']}")(args[named:])
+    "Hand the line to the module that its first word names, else to the one that scores a text."
+    module = COMMANDS.get(args[0] if args else "text", COMMANDS["text"])
+    return importlib.import_module(f"llm_from_scratch.{module}").main(args)
 
 # %% ../nbs/07_eval.ipynb #b988552c
 #| eval: false

@@ -17,7 +17,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,8 +83,9 @@ class Webhook:
 
     def close(self) -> None:
         "Wait for what is queued, for one time limit at most."
-        try: self.waiting.put_nowait(None)
-        except queue.Full: return
+        while self.waiting.full(): # what can't be sent any more makes room for the end
+            with suppress(queue.Empty): self.num_failed += bool(self.waiting.get_nowait())
+        self.waiting.put(None)
         self.thread.join(self.timeout_seconds)
 
 # %% ../nbs/07ca_fuse.ipynb #65860604

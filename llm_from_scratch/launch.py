@@ -32,6 +32,7 @@ from .checkpointing import latest_checkpoint, list_checkpoints, load_checkpoint,
 from llm_from_scratch.config import (
     CheckpointConfig, CommandParser, Config, ModelConfig, add_config_options, build_config, chosen_values, config_hash, load_preset, merge, read_yaml, replace, suggest, to_yaml,
 )
+from .elastic import this_launcher
 from .env import Ranks, UserError, environment_fingerprint, environment_report, hash_json, usable_cores
 from .export import is_hf_folder, read_hf_shape
 from .hf_tokenizer import read_hf_tokenizer
@@ -142,7 +143,7 @@ def idle_options(
 # %% ../nbs/07d_launch.ipynb #a3360f61
 def command_parser() -> CommandParser: # prints the help of every option
     "The options of `torchrun -m llm_from_scratch.train`."
-    parser = CommandParser(prog="python -m llm_from_scratch.train", description="Train a language model. Exit codes: 0 done, 2 wrong input, 3 stopped with a checkpoint, 4 diverged, 130 interrupted outside of the steps.")
+    parser = CommandParser(prog="python -m llm_from_scratch.train", description="Train a language model. Exit codes: 0 done, 2 wrong input, 3 stopped with a checkpoint, 4 diverged, 5 another rank is gone or stands still, 130 interrupted outside of the steps.")
     parser.add_argument("--run-dir", default=None, metavar="DIR", help="folder of the run (default runs/PRESET-TIME)")
     parser.add_argument("--resume", default=None, metavar="auto|PATH", help="go on from the newest whole checkpoint of --run-dir, or from this one")
     parser.add_argument("--allow-change", nargs="+", default=[], action="extend", metavar="KEY", help="options, such as optim.lr, that may differ from those that the run began with")
@@ -363,10 +364,10 @@ def remember_stop(
     run_dir: Path, # made where missing
     code: int,     # exit code of the run
     reason: str,   # in words
+    launchers: list | None = None, # `this_launcher` of every rank; None: of this one
 ) -> None:         # leaves stopped.json; where the disk refuses, a line on stderr: the reason matters more
-    "Tell a launcher's next attempt that this one ended on purpose."
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
-    try: write_json(run_dir / "stopped.json", {"exit_code": code, "reason": reason, "launcher": os.getppid(), "restarts": restarts})
+    "Tell the launchers' next attempt that this one ended on purpose."
+    try: write_json(run_dir / "stopped.json", {"exit_code": code, "reason": reason, "launchers": launchers or [this_launcher()]})
     except OSError as error: print(f"a launcher's next attempt will not know that this one is over: {error}", file=sys.stderr)
 
 # %% ../nbs/07d_launch.ipynb #3c0ee05d
@@ -374,11 +375,11 @@ def repeated_stop(
     run_dir: Path | None, # None where the user named none
 ) -> int | None:          # the exit code to repeat, or None
     "Whether this is a launcher's restart of an attempt that ended on purpose."
-    count = os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
-    if not count.isdecimal(): raise UserError(f"TORCHELASTIC_RESTART_COUNT={count!r}: torchrun sets a whole number; unset it")
-    if run_dir is None or int(count) == 0 or not (run_dir / "stopped.json").exists(): return None
+    host, process, count = this_launcher()
+    if run_dir is None or count == 0 or not (run_dir / "stopped.json").exists(): return None
     stopped = read_json(run_dir / "stopped.json")
-    ours = isinstance(stopped, dict) and stopped.get("launcher") == os.getppid() and stopped.get("restarts", 0) < int(count) # else it made room for another rank
+    starts = stopped.get("launchers", []) if isinstance(stopped, dict) else []
+    ours = any(start[:2] == [host, process] and start[2] < count for start in starts) # with the same count it made room for another rank
     return stopped.get("exit_code", USER_ERROR) if ours else None
 
 
@@ -443,7 +444,8 @@ def training_bytes(
     one, two = count_weights(1), count_weights(2)
     count, engine = one + (config.model.num_layers - 1) * (two - one), config.engine
     moments = 0 if engine.offload != "none" else 2 if config.optim.kind == "adamw" else 1
-    return sum(4 * count * copies // (world_size if engine.zero >= stage else 1) for stage, copies in ((3, 1), (2, 1), (1, moments)))
+    spread = sum(4 * count * copies // (world_size if engine.zero >= stage else 1) for stage, copies in ((3, 1), (2, 1), (1, moments)))
+    return max(spread, 4 * count) if engine.zero == 3 else spread # cut from what each rank has built whole
 
 def available_bytes(
     device: torch.device,                          # a GPU's own memory, or this machine's

@@ -111,8 +111,9 @@ def card_bytes(
     found = memory_by_component(config, dtype=torch.bfloat16, world_size=recipe.world_size, zero_stage=stage)
     beside = found["optimizer"] if offload != "none" else 0
     found |= {"optimizer": found["optimizer"] - beside, "total": found["total"] - beside, "beside the card": beside}
-    if found["total"] > ROOM * recipe.card_bytes:
-        raise UserError(f"recipe {recipe.preset} takes {found['total'] / 1e9:.1f} GB of {recipe.card_bytes / 1e9:.0f}: lower train.micro_batch or raise engine.zero_stage")
+    found |= {"whole, at the start": 4 * _count(config) if stage == 3 else 0}
+    if (most := max(found["total"], found["whole, at the start"])) > ROOM * recipe.card_bytes:
+        raise UserError(f"recipe {recipe.preset} takes {most / 1e9:.1f} GB of {recipe.card_bytes / 1e9:.0f}: lower train.micro_batch or raise engine.zero_stage")
     return found
 
 # %% ../nbs/09a_recipes.ipynb #70709336

@@ -36,9 +36,7 @@ from .checkpointing import checkpoint_step, list_checkpoints, load_checkpoint, v
 from .comm_timing import comm_figures, comm_table, time_comm
 from .config import Config, replace
 from .dataloader import Batch, TokenLoader, endless, loader_options
-from llm_from_scratch.distributed import (
-    Engine, StepResult, all_sum, broadcast_object, check_parity, gather_objects, mistake_elsewhere, next_token_loss, plan_batch, speaks_first, watch_launcher,
-)
+from .distributed import Engine, StepResult, all_sum, broadcast_object, check_parity, gather_objects, mistake_elsewhere, next_token_loss, plan_batch, speaks_first, watch_launcher
 from .deepspeed_engine import build_engine, check_engine, check_pieces
 from .device_monitor import RunMeter
 from .documents import REASONS, corpus_files, inputs_hash, is_validation, read_corpus
@@ -50,10 +48,11 @@ from .eval import bits_per_byte, evaluate_loader, syntax_rate
 from .expert_gradients import sparse_experts
 from .fuse import Fuse, process_age, stop_reason
 from .generate import complete
+from .gradient_report import report_gradients
 from .guard import SpikeGuard
 from llm_from_scratch.launch import (
     DIVERGED, DONE, INTERRUPTED, STOPPED, USER_ERROR, StopRequest, check_memory, check_readers, check_resume, check_run_folder, check_same_data, check_saving, checkpoint_to_resume,
-    again, claim_folder, idle_options, keep_freed_memory, last_word, load_initial_weights, next_commands, remember_stop, remove_stub, repeated_stop, resolve, set_threads,
+    again, claim_folder, idle_options, keep_freed_memory, last_word, load_initial_weights, next_commands, remember_stop, remove_stub, repeated_stop, resolve, set_threads, this_launcher,
     with_own_tokenizer, write_run_folder,
 )
 from .links import apply_links
@@ -64,13 +63,13 @@ from .moe import build_model, router_report
 from .monitoring import MetricsWriter, Throughput, progress_bar, read_metrics, readable, utilisation, write_report
 from .optim import Clipper, Schedule, build_optimizer, set_lr
 from .precision import LossScaler
-from .preflight import preflight_run
+from .preflight import RankMissing, preflight_run
 from .remote_runs import sync_run_folder, work_locally
 from .run_facts import batch_hash, crash_in_log, failed_start, strangers, watch_forward
 from .state_trees import capture_rng, restore_rng
 from .token_shards import TokenShards, cached_shards, encoded_tokenizer, find_encoded, left_out, open_encoded
 from .tokenizer import Tokenizer, cached_tokenizer
-from .watchdog import note_step, watch_run
+from .watchdog import STALLED, broken_off, note_step, watch_run
 
 # %% ../nbs/09_train.ipynb #a418ff6e
 @dataclass(frozen=True)
@@ -461,6 +460,7 @@ def watch_and_fit(
     log.info("start", extra={"step": training.step, "ranks": ranks.world_size, "train": str(training.data.train.path), "val": str(training.data.val.path), "attention": training.attention, "strangers": strangers()})
     metrics, timer = MetricsWriter(run_dir, ranks=ranks, resume_step=training.step, tensorboard=config.log.tensorboard), time_comm(training.engine, config.log.comm_timing)
     training.meter = RunMeter(config.log, run_dir, ranks, training.device, training.dtype, flops_per_token=flops_per_token(training.model.cfg, config.train.seq_len))
+    report_gradients(training.engine, config.log.gradient_report_steps, run_dir, ranks, lambda: training.step + 1)
     with StopRequest() as stop, metrics, training.meter, progress_bar(config.train.steps, ranks, console=console, start=training.step) as bar, crash_in_log(log, lambda: training.step):
         tell = lambda text: (bar.print(text), log.warning(text, extra={"step": training.step}))
         alarms = Alarms(config.alarms, run_dir if ranks.is_main else None, rows=read_metrics(run_dir) if ranks.is_main else (), tell=tell)
@@ -478,7 +478,7 @@ def watch_and_fit(
         alarms.close()
         if code == DONE and stop.reason: code = STOPPED # it came after the last step: evaluation and report are left for a resume
         log.info("end", extra={"step": training.step, "exit_code": code, "reason": stop.reason or training.fuse.blown or None})
-    if timer: console.print(comm_table(timer))
+    if timer and timer.tallies: console.print(comm_table(timer))
     return code
 
 # %% ../nbs/09_train.ipynb #12fe284f
@@ -557,7 +557,7 @@ def main(
         options, config, old = resolve(args)
         options.url = url
     except UserError:
-        if ranks.is_main: raise
+        if ranks.local_rank == 0: raise # other machines may have been given other words
         return USER_ERROR
     if code := repeated_stop(Path(options.run_dir) if options.run_dir else None): return code
     watch_launcher()
@@ -570,11 +570,17 @@ def main(
             if ranks.is_main: print(f"links        {line}", file=sys.stderr)
         with failed_start(options.run_dir): open_process_group(ranks, choose_device(ranks), timeout_seconds=config.engine.timeout_seconds)
         code = hold_and_run(options, config, old, ranks)
+        if code != DONE: say_last_words()
         close_process_group()
     except UserError as error: # every rank may have found it: one tells, and its launcher's signal comes too late
         say_last_words()
         if speaks_first(str(error)): raise
         code = USER_ERROR
+    except RuntimeError as error:
+        if not (line := broken_off(error, ranks)): raise
+        say_last_words()
+        if speaks_first(line, "a rank is gone"): print(f"error: {line}", file=sys.stderr)
+        code = STALLED
     except KeyboardInterrupt:
         if ranks.is_main: raise
         code = INTERRUPTED
@@ -589,7 +595,7 @@ def hold_and_run(
 ) -> int:                # exit code
     "Hold the folder's lock, run, and leave word of an end that is final."
     named = options.run_dir or f"runs/{options.preset or 'tiny'}-{datetime.now():%Y%m%d-%H%M%S}"
-    run_dir = Path(broadcast_object(named))
+    run_dir, launchers = Path(broadcast_object(named)), gather_objects(this_launcher())
     with ExitStack() as stack:
         if ranks.is_main and not options.run_dir: stack.callback(remove_stub, run_dir)
         if ranks.is_main: stack.enter_context(Lock(run_dir / ".lock"))
@@ -600,12 +606,12 @@ def hold_and_run(
                 code = run(config, run_dir, ranks, resume_from=options.resume, old=old, allow=tuple(options.allow_change), url=options.url)
         except (UserError, RuntimeError, KeyboardInterrupt) as error: # the latter two may only mean that another rank is gone
             mistake = str(error) if isinstance(error, UserError) else mistake_elsewhere()
-            if mistake and ranks.is_main: remember_stop(run_dir, USER_ERROR, mistake)
+            if mistake and ranks.is_main and not isinstance(error, RankMissing): remember_stop(run_dir, USER_ERROR, mistake, launchers)
             if mistake: raise UserError(mistake) from error
             if isinstance(error, KeyboardInterrupt): raise KeyboardInterrupt(f"{error} outside of the steps; go on with: {again(run_dir)}") from None
             raise
         if ranks.is_main and options.url: sync_run_folder(run_dir, options.url)
-        if ranks.is_main and code != DONE: remember_stop(run_dir, code, "diverged" if code == DIVERGED else stop_reason(run_dir))
+        if ranks.is_main and code != DONE: remember_stop(run_dir, code, "diverged" if code == DIVERGED else stop_reason(run_dir), launchers)
         return code
 
 # %% ../nbs/09_train.ipynb #011e1076

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['STALLED', 'ALARM', 'read_recorder', 'Collective', 'collectives', 'Standstill', 'note_step', 'main_stack', 'where_in',
-           'place_of', 'explain', 'Watchdog', 'gather_places', 'tell_stalled', 'end_stalled', 'watch_run']
+           'place_of', 'explain', 'Watchdog', 'gather_places', 'tell_stalled', 'end_stalled', 'watch_run', 'broken_off']
 
 # %% ../nbs/05ha_watchdog.ipynb #a92707ed
 import json
@@ -28,6 +28,7 @@ from torch._C import _distributed_c10d
 
 # %% ../nbs/05ha_watchdog.ipynb #31775a99
 from .artifacts import write_atomic
+from .distributed import ParityError
 from .env import Ranks
 from .rank_checks import say_ranks
 
@@ -142,7 +143,7 @@ def explain(
     return head + ours + others + verdict + gone
 
 # %% ../nbs/05ha_watchdog.ipynb #b77b639a
-STALLED = 5 # exit code: torchrun may start again from the last checkpoint
+STALLED = 5 # exit code, also where a rank is gone: torchrun may start again from the last checkpoint
 ALARM = "standstill" # key in the group's store
 
 class Watchdog:
@@ -232,3 +233,16 @@ def watch_run(
 ) -> Watchdog:
     "A watchdog that speaks at four fifths of the group's limit."
     return Watchdog(ranks, 0.8 * timeout_seconds, folder=run_dir)
+
+# %% ../nbs/05ha_watchdog.ipynb #ea22614f
+def broken_off(
+    error: RuntimeError, # raised by anything
+    ranks: Ranks,        # this process's place
+) -> str:                # one line; empty where ranks have nothing to do with it
+    "What to tell where a collective broke off, or the ranks have drifted apart."
+    if isinstance(error, ParityError): return str(error)
+    reason = str(error).rpartition("] ")[2] if "/gloo/" in str(error) else str(error) if isinstance(error, dist.DistError) else ""
+    if not reason: return ""
+    where = where_in(traceback.extract_tb(error.__traceback__))
+    return (f"rank {ranks.rank} lost another rank in {where} (step {_noted.get('step')}): {reason.splitlines()[0].split('. ')[0]}; "
+            "see what that rank said last; torchrun --max-restarts goes on from the last checkpoint, as does --resume auto by hand")

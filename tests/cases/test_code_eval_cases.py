@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,6 @@ from llm_from_scratch.code_eval import (
     CodeTask,
     bleu,
     check_completions,
-    code_command,
     pass_at_k,
     program_of,
     read_tasks,
@@ -222,16 +222,25 @@ def test_the_command_prints_a_card_a_checkpoint(run_dir, tmp_path, capsys):
 def test_the_command_refuses_where_programs_cannot_be_isolated(run_dir, monkeypatch):
     monkeypatch.setattr("llm_from_scratch.sandbox._ask_child", lambda job: {"refused": "unshare: Operation not permitted"})
     with pytest.raises(UserError, match="switch isolation off"):
-        code_command([str(run_dir), "--limit", "1"])
+        main(["code", str(run_dir), "--limit", "1"])
     monkeypatch.setattr("llm_from_scratch.code_eval.run_many", lambda jobs, **options: [Outcome(False, "ended before")])
     with pytest.raises(UserError, match="programs don't run here"):
-        code_command([str(run_dir), "--limit", "1"])
+        main(["code", str(run_dir), "--limit", "1"])
 
 
 @pytest.mark.slow
 def test_command_errors_are_one_line_with_exit_code_2(tmp_path):
     result = subprocess.run([sys.executable, "-m", "llm_from_scratch.eval", "code", str(tmp_path)], capture_output=True, text=True, timeout=600)
     assert (result.returncode, result.stderr.count("\n")) == (2, 1) and "is not a run" in result.stderr
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_holds_the_lists_and_their_licence(tmp_path):
+    root = Path(__file__).resolve().parents[2]
+    subprocess.run(["git", "clone", "--quiet", str(root), str(tmp_path / "clone")], check=True, timeout=300)
+    subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(tmp_path / "clone")], check=True, timeout=600)
+    names = set(zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist())
+    assert {f"llm_from_scratch/{name}" for name in ("code_prompts.jsonl", "code_prompts.LICENSE", "spelling_probes.jsonl", "rating_sheet.html")} <= names
 
 
 def test_spelling_is_exact_and_ends_with_the_word():

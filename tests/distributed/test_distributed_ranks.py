@@ -20,6 +20,7 @@ from llm_from_scratch.distributed import (ParityError, all_sum, barrier, broadca
                                           next_token_loss, parameter_hashes, prepare)
 from llm_from_scratch.env import Ranks, UserError
 from llm_from_scratch.eval import evaluate_loader
+from llm_from_scratch.loss_classes import class_means, loss_classes
 from llm_from_scratch.model import Transformer
 from llm_from_scratch.moe import build_model, router_report
 from llm_from_scratch.optim import build_optimizer
@@ -132,13 +133,14 @@ def write_rows(folder, num_rows):
 
 
 def evaluate(ranks, folder):
-    "Loss and targets over all ranks, this rank's targets, and whether the next training step was skipped."
+    "Loss and targets over all ranks, this rank's targets, whether the next training step was skipped, and the loss of each class."
     engine = make_engine(ranks)
     for step in range(2): engine.train_step(parts_of(step, ranks, micro_batch=1))
     loader = TokenLoader(open_shards(folder), batch_size=2, seq_len=SEQ_LEN, rank=ranks.rank, world_size=ranks.world_size, shuffle=False)
-    mine = evaluate_loader(engine.model, loader, CPU)
+    classes = loss_classes(loader, loader.shards)
+    mine = evaluate_loader(engine.model, loader, CPU, observe=classes.add)
     total, count = (all_sum(part) for part in mine)
-    return total / count, count, mine[1], engine.train_step(parts_of(2, ranks, micro_batch=1)).skipped
+    return total / count, count, mine[1], engine.train_step(parts_of(2, ranks, micro_batch=1)).skipped, class_means(classes, all_sum(classes.sums))
 
 
 def test_dist_9_ten_samples_on_four_ranks_count_once(tmp_path):
@@ -153,6 +155,7 @@ def test_trn_7_one_validation_batch_on_two_ranks(tmp_path):
     (first, second), expected = run_ranks(evaluate, 2, folder), evaluate(Ranks(), folder)
     assert first[:2] == second[:2] == (pytest.approx(expected[0], rel=1e-5), 2 * SEQ_LEN)
     assert (first[2], second[2]) == (2 * SEQ_LEN, 0) and not first[3] and not second[3]
+    assert first[4] == second[4] == pytest.approx(expected[4], rel=1e-5) and first[4]
 
 
 def empty_on_one_rank(ranks):

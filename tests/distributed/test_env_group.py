@@ -10,7 +10,7 @@ import torch, torch.distributed as dist
 from llm_from_scratch.env import choose_device, close_process_group, open_process_group, read_ranks, run_command
 def main(arguments):
     ranks = read_ranks()
-    open_process_group(ranks, torch.device("cpu"), timeout_seconds=60)
+    open_process_group(ranks, torch.device("cpu"), timeout_seconds=float(os.environ.get("LIMIT", 60)))
     total = torch.tensor([ranks.rank + 1.0])
     dist.all_reduce(total)
     close_process_group()
@@ -32,14 +32,18 @@ def test_two_processes_meet_and_part():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     shared = clean_environment() | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    processes = [subprocess.Popen([sys.executable, "-c", CODE], env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                                  stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        lonely = {"MASTER_PORT": str(server.getsockname()[1]), "LIMIT": "2", "RANK": "0", "LOCAL_RANK": "0"}
+    processes = [subprocess.Popen([sys.executable, "-c", CODE], env=shared | own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+                 for own in ({"RANK": "0", "LOCAL_RANK": "0"}, {"RANK": "1", "LOCAL_RANK": "1"}, lonely)]
     try:
         said = [process.communicate(timeout=90) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0, 0], said
+    assert [process.returncode for process in processes] == [0, 0, 2], said
+    *said, (_, alone) = said
+    assert len(alone.splitlines()) == 1 and "within 2 s: no answer within 2 s" in alone
     assert [out.split() for out, _ in said] == [["0", "False", "3.0"], ["1", "False", "3.0"]]
     honoured = f"2 met by RANK=0, LOCAL_RANK=0, WORLD_SIZE=2, MASTER_ADDR=127.0.0.1, MASTER_PORT={port} (set by hand or by another launcher), gloo on cpu"
     assert [errors.count(honoured) for _, errors in said] == [1, 0]

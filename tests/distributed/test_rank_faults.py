@@ -20,7 +20,7 @@ from ranks import free_port, run_ranks, server_with_torch
 from llm_from_scratch import rank_checks
 from llm_from_scratch.env import UserError, close_process_group, open_process_group, read_ranks
 from llm_from_scratch.preflight import Console, examine, preflight_ranks
-from llm_from_scratch.watchdog import STALLED, Watchdog, note_step
+from llm_from_scratch.watchdog import STALLED, Watchdog, broken_off, note_step
 
 CPU = torch.device("cpu")
 
@@ -176,13 +176,23 @@ def freeze(ranks):
     dist.barrier()
 
 
+def lose_one(ranks):
+    if ranks.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        print("error:", broken_off(error, ranks), file=sys.stderr, flush=True)
+        os._exit(STALLED)
+
+
 def work_on(ranks):
     for _ in range(8):
         time.sleep(0.1 * ranks.rank)
         dist.barrier()
 
 
-SCENES = {skip_a_barrier: 3.0, do_different_things: 3.0, freeze: 3.0, work_on: 60.0}  # and the limit of each, in seconds
+SCENES = {skip_a_barrier: 3.0, do_different_things: 3.0, freeze: 3.0, lose_one: 60.0, work_on: 60.0}  # and the limit of each, in seconds
 
 
 def enter(scene, folder, environ):
@@ -247,6 +257,12 @@ def test_a_frozen_rank_gives_no_answer_and_the_other_one_ends(ends):
     codes, said, files = (found["freeze"] for found in ends)
     assert codes[0] == STALLED and list(files) == ["stalled_rank_0.txt"]
     assert "no answer from rank 1" in verdict(said)
+
+
+def test_a_rank_that_is_killed_is_told_of_in_one_line(ends):
+    codes, said, files = (found["lose_one"] for found in ends)
+    assert codes == [STALLED, -signal.SIGKILL] and not files
+    assert "rank 0 lost another rank in" in verdict(said) and "lose_one (step" in verdict(said) and "gloo" not in verdict(said)
 
 
 def test_slow_ranks_that_move_are_left_alone(ends):

@@ -129,6 +129,7 @@ def test_dist_8_a_killed_rank_ends_the_run_and_both_go_on_from_the_last_checkpoi
     run_dir = tmp_path / "run"
     code, said = lab.train(run_dir, die={"rank": 1, "at_step": 5})
     assert code != 0 and (newest_step(run_dir), last_step(run_dir)) == (4, 4), said
+    assert said.count("error: rank 0 lost another rank in ") == 1 and "third_party/gloo" not in said, said
     code, said = lab.train(run_dir)
     assert code == 0 and said.count("resumed from RUN/checkpoints/step_00000004") == 1, said
     assert lab.differences(run_dir) == []
