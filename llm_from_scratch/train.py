@@ -64,7 +64,7 @@ from .optim import Clipper, Schedule, build_optimizer, set_lr
 from .precision import LossScaler
 from .preflight import preflight_run
 from .remote_runs import sync_run_folder, work_locally
-from .run_facts import batch_hash, crash_in_log, failed_start, strangers, watch_forward
+from .run_facts import batch_hash, compile_facts, crash_in_log, failed_start, live_facts, strangers, watch_forward
 from .state_trees import capture_rng, restore_rng
 from .token_shards import TokenShards, cached_shards, encoded_tokenizer, find_encoded, left_out, open_encoded
 from .tokenizer import Tokenizer, cached_tokenizer
@@ -451,8 +451,8 @@ def watch_and_fit(
             if step % config.log.every_steps == 0 or "val_loss" in values:
                 window, num_steps = throughput.window(), step - metrics.last_step
                 values |= {"tokens_per_second": window.tokens_per_second, "step_seconds": window.seconds / num_steps, **(timer.window() if timer else {})}
-                metrics.log(step, **values, batch=batch)
-            if "val_loss" in values: log.info("validation", extra={"step": step, **training.last_val, **training.judged})
+                metrics.log(step, **values, **compile_facts(), batch=batch)
+            if "val_loss" in values: log.info("validation", extra={"step": step, **training.last_val, **training.judged, **live_facts()})
             bar.update(step, **values)
         code = fit(training, run_dir, observe, stop)
         if code == DONE and stop.reason: code = STOPPED # it came after the last step: evaluation and report are left for a resume

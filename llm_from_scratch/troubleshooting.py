@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['PRACTICE', 'SURE', 'RULES', 'MODULES', 'FAILURES', 'HEALTHY', 'LATER', 'practice_pages', 'practice_run', 'read_log',
-           'column_of', 'read_state', 'open_split', 'Evidence', 'Finding', 'Rule', 'rule', 'load_rules', 'Diagnosis',
-           'ask_rule', 'diagnose', 'Failure', 'failure', 'healthy_runs', 'try_failure', 'quick_table', 'show_diagnoses',
-           'command_parser', 'main']
+           'column_of', 'growth', 'read_state', 'open_split', 'Evidence', 'Finding', 'Rule', 'rule', 'load_rules',
+           'Diagnosis', 'ask_rule', 'diagnose', 'Failure', 'failure', 'healthy_runs', 'try_failure', 'quick_table',
+           'show_diagnoses', 'command_parser', 'main']
 
 # %% ../nbs/08_troubleshooting.ipynb #9928e565
 import json
@@ -41,16 +41,18 @@ from .tokenizer import Tokenizer
 
 # %% ../nbs/08_troubleshooting.ipynb #2a0bfeba
 def practice_pages(
-    folder: Path,          # gets page-N.txt
-    num_pages: int = 40,   # a fifth or so is held out
-) -> Path:                 # the folder
+    folder: Path,          # gets pages.jsonl
+    num_pages: int = 40,   # a fifth or so is held out, by names: always the same ones
+) -> Path:                 # the file
     "Pages of made text, all different, with words that come again."
     words = "the ship sails over a cold grey sea while small birds follow its long white trail home".split()
     folder.mkdir(parents=True, exist_ok=True)
+    pages = []
     for page in range(num_pages):
         lines = [" ".join(words[(page * 7 + line * 3 + place * (1 + line % 4)) % len(words)] for place in range(8)) for line in range(14)]
-        (folder / f"page-{page}.txt").write_text(f"page {page}\n" + "\n".join(lines) + "\n")
-    return folder
+        pages.append(json.dumps({"id": f"page-{page}", "text": f"page {page}\n" + "\n".join(lines) + "\n"}))
+    (folder / "pages.jsonl").write_text("\n".join(pages) + "\n")
+    return folder / "pages.jsonl"
 
 # %% ../nbs/08_troubleshooting.ipynb #f4308e70
 PRACTICE = { # a run of half a second
@@ -69,11 +71,11 @@ def practice_run(
     crashes: tuple = (),     # exceptions that end the run as they should
 ) -> Path:                   # the run's folder
     "Train for a few steps in this process, with something broken."
-    train, pages = import_module("llm_from_scratch.train"), folder.parent / "pages" # a later notebook
-    if not pages.exists(): practice_pages(pages)
+    train, pages = import_module("llm_from_scratch.train"), folder.parent / "pages" / "pages.jsonl" # a later notebook
+    if not pages.exists(): practice_pages(pages.parent)
     config = build_config(PRACTICE, {"data": dict(path=[str(pages)], val_fraction=0.2, cache_dir=str(folder.parent / "cache"))}, sections or {})
     options = train.Namespace(run_dir=str(folder), resume=resume, preset=None, allow_change=["train.steps"], url=None)
-    quiet = [mock.patch.object(train, "Console", partial(Console, file=StringIO(), force_jupyter=False))] + [mock.patch.object(train, "tell")] * (not report)
+    quiet = [mock.patch.object(train, "Console", partial(Console, file=StringIO(), force_jupyter=False))] + [mock.patch.object(train, "tell")] * (not report) + [mock.patch("os.fsync")] # nobody resumes a practice run after a power cut
     with suppress(*crashes), redirect_stderr(StringIO()), ExitStack() as stack:
         for patch in (*quiet, *patches): stack.enter_context(patch)
         train.hold_and_run(options, config, read_run_config(folder) if resume else None, Ranks())
@@ -96,6 +98,18 @@ def column_of(
     "One value over the steps."
     pairs = [(row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)]
     return np.array([step for step, _ in pairs]), np.array([value for _, value in pairs], dtype=float)
+
+# %% ../nbs/08_troubleshooting.ipynb #3dbc1b36
+def growth(
+    log: list[dict],    # of a run
+    name: str,          # of a count or of bytes in the validations
+) -> tuple[float, int]: # a step, over the last sitting, 0 where it ever fell; and the newest value
+    "How a count rose from validation to validation."
+    validations = [record for record in log if record.get("message") == "validation"]
+    found = [(record["step"], record[name]) for record in validations if record.get(name) is not None]
+    found = found[next((n for n in range(len(found) - 1, 0, -1) if found[n][0] <= found[n - 1][0]), 0):]
+    if len(found) < 3 or any(after <= before for (_, before), (_, after) in zip(found, found[1:])): return 0.0, found[-1][1] if found else 0
+    return (found[-1][1] - found[0][1]) / (found[-1][0] - found[0][0]), found[-1][1]
 
 # %% ../nbs/08_troubleshooting.ipynb #c3edfe5b
 def read_state(
@@ -155,7 +169,8 @@ class Evidence:
     @property
     def crash(self) -> dict: # of the last sitting
         "The exception that ended it; empty where none did."
-        return next((record for record in reversed(self.log) if record.get("message") in ("crash", "start", "end")), {}) if self.records("crash") else {}
+        last = next((record for record in reversed(self.log) if record.get("message") in ("crash", "start", "end")), {})
+        return last if last.get("message") == "crash" else {}
 
     @property
     def last_words(self) -> str: return " ".join(filter(None, (self.crash.get("error_type"), self.crash.get("reason"), self.stopped.get("reason"))))
@@ -201,7 +216,7 @@ def rule(
     return register
 
 # %% ../nbs/08_troubleshooting.ipynb #19e778a9
-MODULES = ("data_failures", "numeric_failures", "distributed_failures", "storage_failures") # later notebooks
+MODULES = ("data_failures", "numeric_failures", "resource_failures", "distributed_failures", "storage_failures") # later notebooks
 
 def load_rules() -> dict[str, Rule]: # by name
     "The rules of all modules that are there."
@@ -255,13 +270,12 @@ class Failure:
 FAILURES: dict[str, Failure] = {}
 
 def failure(
-    rule: Callable,        # the function of the rule that should find it
+    name: str,             # of the rule that should find it
     *,
     is_slow: bool = False, # more than two seconds
 ) -> Callable:             # leaves the function as it is
     "Make a failure of a function that breaks a run."
     def register(make: Callable[[Path], Path]) -> Callable:
-        name = rule.__name__.replace("_", "-")
         FAILURES[name] = Failure(name, make, is_slow)
         return make
     return register
@@ -313,8 +327,7 @@ def show_diagnoses(
 ) -> None:
     "Print what was found, why we think so, and what to check next."
     if not found: return console.print(f"nothing found by {len(load_rules())} rules; `troubleshooting rules` lists what they know", highlight=False)
-    table = Table(title=f"{run}", title_justify="left", show_lines=True)
-    for name in ("cause", "evidence", "check next", "cure"): table.add_column(name, overflow="fold")
+    table = Table("cause", "evidence", "check next", "cure", title=f"{run}", title_justify="left", show_lines=True)
     for one in found:
         after = f" (from step {one.finding.step})" if one.finding.step is not None else ""
         table.add_row(f"{one.finding.sure}: {one.rule.cause}", one.finding.evidence + after, one.describe(run)["next"], one.rule.cure)

@@ -1,0 +1,96 @@
+"The doctor: every failure reproduced and diagnosed from its folder, healthy runs left alone, and the command."
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llm_from_scratch.troubleshooting import (
+    FAILURES,
+    HEALTHY,
+    RULES,
+    Evidence,
+    ask_rule,
+    diagnose,
+    healthy_runs,
+    load_rules,
+    main,
+    practice_run,
+    quick_table,
+    try_failure,
+)
+
+load_rules()
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "doctor.jsonl"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("doctor")
+
+
+@pytest.fixture(scope="module")
+def healthy(folder):
+    return healthy_runs(folder / "healthy")
+
+
+def test_healthy_runs_are_left_alone(healthy):
+    assert list(healthy) == list(HEALTHY)
+    for name, run in healthy.items():
+        assert [one.describe(run) for one in diagnose(run)] == [], name
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if failure.is_slow else name for name, failure in FAILURES.items()])
+def test_a_failure_is_reproduced_and_diagnosed(name, folder, healthy):
+    row = try_failure(FAILURES[name], folder / name, healthy)
+    assert row["reproduced"], f"{name}: its symptom did not show"
+    assert row["diagnosed"] and row["rank"] == 1, row
+    assert row["false_alarms"] == 0 and row["healthy"] == 5
+
+
+def test_every_rule_has_its_failure_and_its_texts():
+    assert set(RULES) == set(FAILURES)
+    for rule in RULES.values():
+        assert rule.kind in ("data", "numeric", "distributed", "storage")
+        assert all((rule.symptom, rule.cause, rule.command, rule.cure)), rule.name
+        assert "{" not in rule.command.format(run="RUN").replace("${", ""), rule.name
+    assert len(quick_table().splitlines()) == 2 + len(RULES)
+
+
+def test_the_committed_table_is_whole():
+    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    assert {row["failure"] for row in rows} >= {name for name, rule in RULES.items() if rule.kind in ("data", "numeric")}
+    assert all(row["reproduced"] and row["diagnosed"] and row["false_alarms"] == 0 for row in rows)
+
+
+def test_the_command_tells_by_its_exit_code(healthy, folder, capsys):
+    assert main(["diagnose", str(healthy["adamw"])]) == 0
+    assert "nothing found" in capsys.readouterr().out
+    slow = practice_run(folder / "naive", {"model": {"attention": "naive"}})
+    assert main(["diagnose", str(slow), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [one["rule"] for one in found] == ["attention-on-slow-path"]
+    assert {"evidence", "sure", "cause", "cure", "next", "symptom", "step"} <= set(found[0])
+
+
+def test_a_folder_that_is_no_run_is_a_mistake(folder):
+    command = [sys.executable, "-m", "llm_from_scratch.troubleshooting", "diagnose", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "is not a run's folder" in done.stderr
+
+
+@pytest.mark.parametrize("damage", ["metrics.jsonl", "log.jsonl", "config.yaml", "env.json", "data.json", "tokenizer/tokenizer.model", "checkpoints/step_00000012/train_state.json", "checkpoints/step_00000012/model.safetensors"])
+def test_rules_bear_damaged_artefacts(damage, folder, tmp_path):
+    source = folder / "whole" if (folder / "whole").exists() else practice_run(folder / "whole")
+    run = tmp_path / "run"
+    shutil.copytree(source, run)
+    (run / damage).write_bytes(b"\x00garbage\xff{")
+    broken = [one.finding.evidence for one in diagnose(run) if "could not look" in one.finding.evidence]
+    assert broken == []
+    shutil.rmtree(run / "checkpoints")
+    assert all(ask_rule(rule, Evidence(run)) is None or "could not look" not in ask_rule(rule, Evidence(run)).evidence for rule in RULES.values())
