@@ -41,9 +41,7 @@ from .deepspeed_engine import build_engine, check_engine, check_pieces
 from .device_monitor import RunMeter
 from .documents import REASONS, corpus_files, inputs_hash, is_validation, read_corpus
 from .efficiency import efficiency_figures
-from llm_from_scratch.env import (
-    Ranks, UserError, choose_device, choose_dtype, close_process_group, environment_report, hash_json, open_log, open_process_group, read_ranks, run_command, say_last_words, seed_everything, set_debug, set_deterministic, why_not_compile,
-)
+from .env import Ranks, UserError, choose_device, choose_dtype, close_process_group, environment_report, hash_json, open_log, open_process_group, read_ranks, run_command, say_last_words, seed_everything, set_debug, set_deterministic, why_not_compile
 from .eval import bits_per_byte, evaluate_loader, syntax_rate
 from .expert_gradients import sparse_experts
 from .fuse import Fuse, process_age, stop_reason
@@ -341,8 +339,7 @@ def fit(
             if fuse.blown: return STOPPED
             result, rate = train_on(training, batch, stop.reason is not None)
             if (every := config.train.parity_every_steps) and training.step % every == 0: check_ranks(training)
-            num_rows, length = (batch.inputs.shape[0] * training.ranks.world_size, batch.inputs.shape[1])
-            throughput.add(result.num_tokens, samples=num_rows, loaded=num_rows * length, trained=0 if result.skipped else result.num_tokens)
+            throughput.add(result.num_tokens, samples=(num_rows := len(batch.inputs) * training.ranks.world_size), loaded=num_rows * batch.inputs.shape[1], trained=0 if result.skipped else result.num_tokens)
             routing = router_report(training.model) # of this rank's last micro-batch; a validation routes anew
             in_a_row = in_a_row + 1 if result.skipped else 0
             if config.guard.enabled: recent.append(batch.row_ids.tolist())
