@@ -85,7 +85,7 @@ def port_taken(
     return Finding(f"rank {kept['variables']['RANK']} could not listen on {kept['variables']['MASTER_ADDR']}:{kept['variables']['MASTER_PORT']}: it is taken", "certain")
 
 # %% ../nbs/08c_distributed_failures.ipynb #f538b2e9
-@failure(port_taken)
+@failure("port-taken")
 def take_port(
     folder: Path, # gets what a run leaves that never began
 ) -> Path:
@@ -105,7 +105,7 @@ def port_unreachable(
     return Finding(f"rank {variables['RANK']} of {variables['WORLD_SIZE']}, started by {kept['launcher']}, met nobody at {variables['MASTER_ADDR']}:{variables['MASTER_PORT']}", "likely")
 
 # %% ../nbs/08c_distributed_failures.ipynb #5438aa9e
-@failure(port_unreachable)
+@failure("port-unreachable")
 def close_port(
     folder: Path, # gets what a run leaves that never began
 ) -> Path:
@@ -125,7 +125,7 @@ def stale_rank_variables(
     return Finding(f"no launcher started this process, yet {told}; nobody else came", "likely")
 
 # %% ../nbs/08c_distributed_failures.ipynb #e3901d1e
-@failure(stale_rank_variables)
+@failure("stale-rank-variables")
 def leave_variables(
     folder: Path, # gets what a run leaves that never began
 ) -> Path:
@@ -143,7 +143,7 @@ def pythonpath_stranger(
     return Finding(found[-1], "certain") if found else None
 
 # %% ../nbs/08c_distributed_failures.ipynb #74638f71
-@failure(pythonpath_stranger)
+@failure("pythonpath-stranger")
 def add_stranger(
     folder: Path, # gets the run
 ) -> Path:
@@ -169,7 +169,7 @@ def clock_skew(
     return Finding(f"the log goes back by {back.max():.0f} s at its record {record['message']!r}", "certain", record.get("step"))
 
 # %% ../nbs/08c_distributed_failures.ipynb #c6b1ef79
-@failure(clock_skew)
+@failure("clock-skew")
 def set_clock_back(
     folder: Path, # gets the run
 ) -> Path:
@@ -258,7 +258,7 @@ def worker_vanished(
     return Finding(f"the log ends after step {last} with neither an end nor an exception, and no process holds the run's lock: it was killed", "likely", last)
 
 # %% ../nbs/08c_distributed_failures.ipynb #711e8de2
-@failure(worker_vanished, is_slow=True)
+@failure("worker-vanished", is_slow=True)
 def kill_worker(
     folder: Path, # gets the run
 ) -> Path:
@@ -278,7 +278,7 @@ def ranks_drifted(
     return Finding(re.sub(r"\b([0-9a-f]{12})[0-9a-f]{52}\b", r"\1", evidence.crash["reason"]), "certain", evidence.crash.get("step"))
 
 # %% ../nbs/08c_distributed_failures.ipynb #ec5b980b
-@failure(ranks_drifted, is_slow=True)
+@failure("ranks-drifted", is_slow=True)
 def drift_apart(
     folder: Path, # gets the run
 ) -> Path:
@@ -300,7 +300,7 @@ def barrier_missed(
     return Finding(verdicts[0].removeprefix("error: "), "certain", min(steps, default=None))
 
 # %% ../nbs/08c_distributed_failures.ipynb #548f256f
-@failure(barrier_missed, is_slow=True)
+@failure("barrier-missed", is_slow=True)
 def miss_barrier(
     folder: Path, # gets the run
 ) -> Path:
@@ -330,7 +330,7 @@ def all_reduce_slowed(
     return Finding(f"a byte takes {ratio:.1f} times as long as in the run's best stretch, the rest of a step {others:.1f} times; communication is {share:.0%} of the last steps", "likely", first)
 
 # %% ../nbs/08c_distributed_failures.ipynb #e9cd7d22
-@failure(all_reduce_slowed, is_slow=True)
+@failure("all-reduce-slowed", is_slow=True)
 def slow_link(
     folder: Path, # gets the run
 ) -> Path:

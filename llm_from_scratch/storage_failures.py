@@ -35,7 +35,7 @@ def checkpoint_damaged(
     return Finding(f"{path.name}: {problems[0]}; {len(found)} of {len(evidence.checkpoints)} checkpoints are damaged", "certain", checkpoint_step(path))
 
 # %% ../nbs/08d_storage_failures.ipynb #a50169af
-@failure(checkpoint_damaged)
+@failure("checkpoint-damaged")
 def truncate_checkpoint(
     folder: Path, # gets the run
 ) -> Path:
@@ -66,7 +66,7 @@ def checkpoint_swapped(
     return None
 
 # %% ../nbs/08d_storage_failures.ipynb #56b27b49
-@failure(checkpoint_swapped)
+@failure("checkpoint-swapped")
 def swap_checkpoint(
     folder: Path, # gets the run
 ) -> Path:
@@ -92,7 +92,7 @@ def scaler_not_saved(
     return Finding(f"train.dtype is fp16, and {len(bare)} of {len(states)} full checkpoints hold no scale; the first is {bare[0].name}", "certain", checkpoint_step(bare[0]))
 
 # %% ../nbs/08d_storage_failures.ipynb #e0774f8f
-@failure(scaler_not_saved)
+@failure("scaler-not-saved")
 def forget_scaler(
     folder: Path, # gets the run
 ) -> Path:
@@ -135,7 +135,7 @@ def disk_slows_down(
                    f"growing steadily (rank correlation {steady:.2f})", "likely", saves[0]["step"])
 
 # %% ../nbs/08d_storage_failures.ipynb #9cfe17d0
-@failure(disk_slows_down)
+@failure("disk-slows-down")
 def slow_disk(
     folder: Path, # gets the run
 ) -> Path:
