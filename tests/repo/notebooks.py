@@ -82,9 +82,9 @@ class Notebook:
     @property
     def opening(self) -> Cell | None:
         "The first Markdown after the title, if it has no heading and says what the reader will be able to do."
-        first = next((cell for cell in self.cells[2:] if cell.kind == "markdown"), None)
-        says = first and not first.source.startswith("#") and re.search(r"\bable\s+to\b", first.source)
-        return first if says else None
+        second = [cell for cell in self.cells if cell.kind == "markdown"][1:2]
+        says = second and not second[0].source.startswith("#") and re.search(r"\bable\s+to\b", second[0].source)
+        return second[0] if says else None
 
     @property
     def closing(self) -> Cell | None:

@@ -6,8 +6,6 @@ from test_repo_budgets import CLOSING as LAST
 from test_repo_budgets import GOOD, write_notebook
 from test_repo_budgets import OPENING as FIRST
 
-NOT_YET = ("07", "08", "09")  # pages that still lack their frame, by the beginnings of their names
-
 
 def frame_misses(path) -> list[str]:
     nb = read_notebook(path)
@@ -20,7 +18,7 @@ def frame_misses(path) -> list[str]:
 
 
 def test_every_notebook_has_its_frame():
-    pages = [path for path in notebook_paths() if path.stem != "index" and not path.name.startswith(NOT_YET)]
+    pages = [path for path in notebook_paths() if path.stem != "index"]
     misses = [miss for path in pages for miss in frame_misses(path)]
     assert not misses, "\n".join(misses)
 
