@@ -259,11 +259,11 @@ def count_twice(
 ) -> Path:
     "A validation whose last batch is filled up with rows that were there before."
     evaluate = _train().evaluate_loader
-    def evaluate_again(model, loader, *where):
+    def evaluate_again(model, loader, *where, **options):
         batches = list(loader)
-        if rows is None: return evaluate(model, batches + batches[:1], *where)
+        if rows is None: return evaluate(model, batches + batches[:1], *where, **options)
         order = torch.randperm(len(batches))[:rows]
-        return evaluate(model, [batches[number] for number in order], *where)
+        return evaluate(model, [batches[number] for number in order], *where, **options)
     run = practice_run(folder, {"eval": dict(every_steps=4)}, patches=(mock.patch.object(_train(), "evaluate_loader", evaluate_again),))
     assert Evidence(run).records("validation")[0]["val_tokens"] != whole_split(Evidence(run))
     return run

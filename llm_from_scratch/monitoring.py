@@ -340,20 +340,29 @@ def measure_peak_flops(
     device: torch.device | str,  # where to measure
     dtype: torch.dtype = torch.float32,  # of the matrices
     *,
-    size: int = 1024,  # rows and columns; use 8192 on a GPU
-    seconds: float = 0.2,  # how long to go on
+    size: int = 1024,  # rows and columns, at most; use 8192 on a GPU
+    seconds: float = 0.2,  # how long to go on; a smaller size where a product takes longer
 ) -> Peak:
     "Time square matrix products and keep the fastest; 2 size^3 operations each."
     own = torch.Generator(device).manual_seed(0)  # a run's random numbers stay what they are
-    left, right = torch.randn(2, size, size, device=device, generator=own).to(dtype)
     is_cuda = torch.device(device).type == "cuda"
-    best, end, repeats = math.inf, time.perf_counter() + seconds, 0
-    while time.perf_counter() < end or repeats < 3:
+
+    def matrices(size: int) -> torch.Tensor:
+        return torch.randn(2, size, size, device=device, generator=own).to(dtype)
+
+    def product_seconds(left: torch.Tensor, right: torch.Tensor) -> float:
         begun = time.perf_counter()
         left @ right
         if is_cuda:
             torch.cuda.synchronize(device)
-        best, repeats = min(best, time.perf_counter() - begun), repeats + 1
+        return time.perf_counter() - begun
+
+    product_seconds(*matrices(64))  # the first one loads the library
+    while size > 256 and 64 * product_seconds(*matrices(size // 4)) > seconds:
+        size //= 2
+    pair, best, end, repeats = matrices(size), math.inf, time.perf_counter() + seconds, 0
+    while time.perf_counter() < end or repeats < 3:
+        best, repeats = min(best, product_seconds(*pair)), repeats + 1
     return Peak(device_name(device), str(dtype).removeprefix("torch."), 2 * size**3 / best)
 
 # %% ../nbs/07b_monitoring.ipynb #548a5b98

@@ -75,7 +75,7 @@ def practice_run(
     if not pages.exists(): practice_pages(pages.parent)
     config = build_config(PRACTICE, {"data": dict(path=[str(pages)], val_fraction=0.2, cache_dir=str(folder.parent / "cache"))}, sections or {})
     options = train.Namespace(run_dir=str(folder), resume=resume, preset=None, allow_change=["train.steps"], url=None)
-    quiet = [mock.patch.object(train, "Console", partial(Console, file=StringIO(), force_jupyter=False))] + [mock.patch.object(train, "tell")] * (not report) + [mock.patch("os.fsync")] # nobody resumes a practice run after a power cut
+    quiet = [mock.patch.object(train, "Console", partial(Console, file=StringIO(), force_jupyter=False))] + [mock.patch.object(train, "tell")] * (not report) + [mock.patch("os.fsync"), mock.patch("llm_from_scratch.device_monitor.measure_peak_flops", return_value=None)] # nobody resumes a practice run after a power cut, or asks for its share of a peak
     with suppress(*crashes), redirect_stderr(StringIO()), ExitStack() as stack:
         for patch in (*quiet, *patches): stack.enter_context(patch)
         train.hold_and_run(options, config, read_run_config(folder) if resume else None, Ranks())
