@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['QUESTION', 'Item', 'mix_samples', 'sheet_id', 'item_html', 'sheet_page', 'Ratings', 'parse_ratings', 'agreement',
-           'interval', 'score_sheet', 'make_sheet', 'sheet_command', 'score_table', 'score_command', 'main']
+           'interval', 'score_sheet', 'make_sheet', 'sheet_command', 'score_table', 'is_key', 'score_command', 'main']
 
 # %% ../nbs/07ga_blind_rating.ipynb #264859eb
 import argparse
@@ -102,7 +102,7 @@ def parse_ratings(
             (rater,), (sheet,) = {row["rater"] for row in rows}, {row["sheet"] for row in rows}
             pairs = [(row["number"], row["score"]) for row in rows]
         scores = {int(number): int(score) for number, score in pairs}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, csv.Error) as error:
         raise UserError(f"{where} is not an export of a rating sheet ({error!r})") from None
     if wrong := [(number, score) for number, score in scores.items() if not 0 <= score <= 5]:
         raise UserError(f"{where} gives text {wrong[0][0]} the score {wrong[0][1]}: scores go from 0 to 5")
@@ -188,9 +188,11 @@ def sheet_command(
     if options.limit < 1:
         raise UserError(f"--limit is {options.limit}: give at least 1")
     out, tasks = Path(options.out), read_tasks(options.tasks)
+    key_path = Path(options.key or f"{out.with_suffix('') if out.name else out}.key.json")
+    if out.is_dir() or key_path.is_dir() or out.resolve() == key_path.resolve():
+        raise UserError(f"--out {out}, --key {key_path}: name two different files, for the page and for its key")
     tasks = random.Random(options.seed).sample(tasks, min(options.limit, len(tasks)))
     page, key = make_sheet(open_checkpoints(options), tasks, seed=options.seed, max_new_tokens=options.max_new_tokens, temperature=options.temperature)
-    key_path = Path(options.key or out.with_suffix(".key.json"))
     write_json(key_path, key)
     write_atomic(out, page)
     print(f"wrote {out} with {len(key['items'])} texts; the key is {key_path}")
@@ -209,6 +211,15 @@ def score_table(
     return table
 
 # %% ../nbs/07ga_blind_rating.ipynb #e883862a
+def is_key(
+    key: object,    # read from a file
+) -> bool:
+    "Whether this is what `blind-sheet` keeps: a sheet, its checkpoints, and each text's place among them."
+    if not isinstance(key, dict) or [type(key.get(name)) for name in ("sheet", "sources", "items")] != [str, list, dict]:
+        return False
+    is_named = all(isinstance(source, dict) and isinstance(source.get("run"), str) and "step" in source for source in key["sources"])
+    return is_named and all(number.isdecimal() and type(at) is int and 0 <= at < len(key["sources"]) for number, at in key["items"].items())
+
 def score_command(
     args: list[str],    # after `eval blind-score`
 ) -> int:               # 0
@@ -220,10 +231,10 @@ def score_command(
     options = parser.parse_args(args)
     raters = [parse_ratings(read_text(path), path) for path in options.ratings]
     key = read_json(options.key)
-    if not {"sheet", "sources", "items"} <= set(key):
-        raise UserError(f"{options.key} is no key of a rating sheet")
+    if not is_key(key):
+        raise UserError(f"{options.key} is no key of a rating sheet: give the file that blind-sheet wrote beside the page")
     found = score_sheet(raters, key)
-    print(json.dumps(found, indent=2)) if options.json else Console(force_jupyter=False).print(score_table(found))
+    print(json.dumps(found, indent=2)) if options.json else Console(force_jupyter=False, markup=False).print(score_table(found))
     return 0
 
 def main(

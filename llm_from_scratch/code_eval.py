@@ -15,6 +15,7 @@ import json
 import math
 import random
 import re
+import zlib
 from collections import Counter
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -101,14 +102,16 @@ def read_tasks(
     elif str(source).endswith(".gz"):
         try:
             text = gzip.decompress(Path(source).read_bytes()).decode()
-        except (OSError, EOFError, UnicodeDecodeError) as error:
+        except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
             raise UserError(f"can't read {source}: {error}") from None
     else:
         text = read_text(source)
     try:
-        rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines() if line.strip()]
+        rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.split("\n") if line.strip()]
         tasks = [parse_task(row) for row in rows]
-    except (ValueError, KeyError, TypeError) as error:
+        if wrong := [name for task in tasks for name, value in asdict(task).items() if not isinstance(value, str)]:
+            raise TypeError(f"{wrong[0]} is no text")
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise UserError(f"{source} holds no tasks of a known form ({error!r}): give HumanEval's or MBPP's file, or lines with {', '.join(CodeTask.__dataclass_fields__)}") from None
     if not tasks:
         raise UserError(f"{source} holds no task")
@@ -318,5 +321,5 @@ def main(
         card = evaluate_code(run, tasks, num_samples=options.samples, max_new_tokens=options.max_new_tokens, sampling=sampling,
                              limits=limits, ks=tuple(options.k), isolate=isolate)
         cards.append(checkpoint_card(path, run) | dict(tasks=Path(options.tasks).name) | card)
-    print(json.dumps(cards, indent=2)) if options.json else Console().print(code_table(cards))
+    print(json.dumps(cards, indent=2)) if options.json else Console(markup=False).print(code_table(cards))
     return 0

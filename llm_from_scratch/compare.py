@@ -23,7 +23,7 @@ from .checkpointing import checkpoint_step, load_run, read_run_config
 from .code_eval import checkpoints_parser
 from .env import UserError, choose_device, read_ranks
 from .generate import complete
-from .monitoring import STYLE, png_bytes, read_metrics, readable, series
+from .monitoring import STYLE, png_bytes, read_metrics, read_report, readable, series
 
 # %% ../nbs/07h_compare.ipynb #2759cd58
 @dataclass(frozen=True)
@@ -41,7 +41,10 @@ def read_cards(
     checkpoint: str | None, # name such as step_00000100; None: cards of any
 ) -> list[dict]:            # each a flat object with "card", its file's name
     "The evaluation cards that lie in a run."
-    cards = [dict(card=path.stem) | read_json(path) for path in sorted(Path(run_dir, "cards").glob("*.json"))]
+    cards = {path: read_json(path) for path in sorted(Path(run_dir, "cards").glob("*.json"))}
+    if wrong := [path for path, card in cards.items() if not isinstance(card, dict)]:
+        raise UserError(f"{wrong[0]} is not a card: move it out of the folder")
+    cards = [card | dict(card=path.stem) for path, card in cards.items()]
     return [card for card in cards if checkpoint in (None, card.get("checkpoint"))]
 
 # %% ../nbs/07h_compare.ipynb #98933071
@@ -55,8 +58,8 @@ def read_side(
     config, rows = read_run_config(run_dir), read_metrics(run_dir)
     if is_checkpoint and not path.is_dir():
         raise UserError(f"there is no checkpoint {path}")
-    step, report = checkpoint_step(path) if is_checkpoint else math.inf, run_dir / "report" / "report.json"
-    samples = {} if is_checkpoint or not report.is_file() else {f"sample {at}": text for at, text in enumerate(read_json(report)["samples"], 1)}
+    step = checkpoint_step(path) if is_checkpoint else math.inf
+    samples = {} if is_checkpoint else {f"sample {at}": text for at, text in enumerate(read_report(run_dir)["samples"], 1)}
     kept = [row for row in rows if row["step"] <= step]
     name = f"{run_dir.name}, step {step:,}" if is_checkpoint else run_dir.name
     return Side(name, config.model_dump(mode="json"), kept, read_cards(run_dir, path.name if is_checkpoint else None), samples)
@@ -105,6 +108,9 @@ PANELS = [
     ("Throughput", "tokens_per_second", "step", "tokens a second"),
 ]
 
+def _label(name: str) -> str: # what matplotlib takes for a formula, or leaves out, is plain text
+    return " " * name.startswith("_") + name.encode("utf-8", "replace").decode().replace("$", r"\$")
+
 def draw_panel(
     sides: list[Side],  # a colour each
     title: str,         # of the picture
@@ -119,7 +125,7 @@ def draw_panel(
     figure = Figure(figsize=(5.6, 3.4), dpi=110, layout="constrained")
     axes = figure.subplots()
     for side, color in zip(sides, COLORS * len(sides)):
-        axes.plot(*points(side.rows, name, over), color=color, linewidth=1.3, label=side.name)
+        axes.plot(*points(side.rows, name, over), color=color, linewidth=1.3, label=_label(side.name))
         if name == "loss":
             axes.plot(*points(side.rows, "val_loss", over), "o", color=color, markersize=5, markeredgecolor="white")
     axes.set(title=title + (", dots: validation" if name == "loss" else ""), xlabel=over, ylabel=unit)
@@ -254,6 +260,6 @@ def main(
         sides = [Side(side.name, side.config, side.rows, side.cards, written) for side, written in zip(sides, texts)]
     if len(set(names)) < len(names):
         sides = [Side(str(path), side.config, side.rows, side.cards, side.samples) for path, side in zip(options.runs, sides)]
-    write_atomic(Path(options.out), compare_page(sides, f"{len(sides)} runs side by side"))
+    write_atomic(Path(options.out), compare_page(sides, f"{len(sides)} runs side by side").encode("utf-8", "replace"))
     print(f"wrote {options.out}")
     return 0

@@ -51,6 +51,11 @@ class Perplexity:
         mean_nll = self.nll_sum / num_words
         return math.exp(mean_nll) if mean_nll < 700 else math.inf
 
+    def finite_per_word(self, num_words: int) -> float | None:
+        "The same; None without a word, or beyond all numbers, as for a script without spaces."
+        value = self.per_word(num_words) if num_words else math.inf
+        return value if math.isfinite(value) else None
+
     def bits_per_byte(self, num_bytes: int) -> float:
         "Bits a byte of the text's UTF-8 form, whatever the tokenizer."
         if num_bytes < 1:
@@ -264,10 +269,12 @@ def evaluate_text(
     if len(ids) < 2:
         raise UserError(f"the text has {len(ids)} tokens, at least 2 are needed")
     result = perplexity(model, ids, window=window, stride=stride, bos_id=tokenizer.bos_id if bos else None)
+    if not math.isfinite(result.token_ppl):
+        raise UserError(f"the text's loss is {result.nll_sum} nats: the model's weights have diverged, take an earlier checkpoint")
     scored = text if bos else tokenizer.decode(ids[1:])
     num_words, num_bytes = counted or (count_words(scored), len(scored.encode()))
     return dict(
-        token_perplexity=result.token_ppl, word_perplexity=result.per_word(num_words) if num_words else None,
+        token_perplexity=result.token_ppl, word_perplexity=result.finite_per_word(num_words),
         bits_per_byte=result.bits_per_byte(num_bytes), nll_sum=result.nll_sum,
         num_tokens=result.num_tokens, num_words=num_words, num_bytes=num_bytes,
         window=window, stride=stride, context=window - stride + (not bos), bos=bos,

@@ -64,7 +64,8 @@ class RunView:
         "Summary, names of pictures, and a word on what is missing."
         with self.lock:
             rows = self.growing.refresh()
-            facts = {name: readable(value) for name, value in summarize(rows).items()} if rows else {}
+            try: facts = {name: readable(value) for name, value in summarize(rows).items()} if rows else {}
+            except UserError as error: rows, facts, self.growing.problem = [], {}, str(error)
             pictures = {f"{name}.png": CURVES[name][0] for name in drawable(rows)} if rows else {}
             pictures |= {f"gradients-{path.name}": f"Gradients, {path.stem}" for path in self.gradients()}
             note = self.growing.problem or f"{len(rows)} rows of metrics.jsonl; this page follows them."
@@ -78,7 +79,9 @@ class RunView:
             if found := next((path for path in self.gradients() if name == f"gradients-{path.name}"), None): return found.read_bytes()
             rows, curve = self.growing.refresh(), name.removesuffix(".png")
             if not rows or f"{curve}.png" != name or curve not in drawable(rows): return None
-            if self.drawn.get(name, ("",))[0] != self.growing.version: self.drawn[name] = (self.growing.version, png_bytes(draw_curve(rows, curve)))
+            if self.drawn.get(name, ("",))[0] != self.growing.version:
+                try: self.drawn[name] = (self.growing.version, png_bytes(draw_curve(rows, curve)))
+                except UserError: return None
             return self.drawn[name][1]
 
 # %% ../nbs/07bb_live_page.ipynb #ddc6c4bd
@@ -136,7 +139,7 @@ class Answers(BaseHTTPRequestHandler):
 
     def find(self, path: str) -> tuple[str, bytes | None]: # content type and body; None: there is no such page
         view = self.server.view
-        if path == "/": return "text/html; charset=utf-8", live_page(view.run_dir.resolve().name).encode()
+        if path == "/": return "text/html; charset=utf-8", live_page(view.run_dir.resolve().name).encode("utf-8", "replace")
         if path == "/live.js": return "text/javascript; charset=utf-8", SCRIPT.encode()
         if path == "/state.json": return "application/json", json.dumps(view.state()).encode()
         body = view.picture(path.removeprefix("/picture/")) if path.startswith("/picture/") else None

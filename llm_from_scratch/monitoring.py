@@ -7,7 +7,7 @@ __all__ = ['NOT_FINITE', 'PEAK_SIZE', 'CURVES', 'STYLE', 'ALWAYS', 'LATER', 'pla
            'read_lines', 'read_metrics', 'cut_back', 'open_tensorboard', 'add_events', 'MetricsWriter', 'Window',
            'Throughput', 'clock_text', 'step_text', 'StepBar', 'progress_bar', 'Peak', 'device_name',
            'measure_peak_flops', 'mfu', 'describe_mfu', 'utilisation', 'series', 'draw_series', 'draw_curve',
-           'png_bytes', 'readable', 'report_page', 'drawable', 'write_report', 'summarize', 'main']
+           'png_bytes', 'readable', 'report_page', 'drawable', 'read_report', 'write_report', 'summarize', 'main']
 
 # %% ../nbs/07b_monitoring.ipynb #e4763f02
 import base64
@@ -57,7 +57,7 @@ def parse_row(
     try:
         row = json.loads(line)
         row["step"] += 0
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{where}: not a row of metrics ({line[:40]!r}); remove it") from error
     return {name: NOT_FINITE.get(value, value) if isinstance(value, str) else value for name, value in row.items()}
 
@@ -415,7 +415,10 @@ def series(
     "One field over the steps that have it."
     found = {row["step"]: row[name] for row in rows if row.get(name) is not None}
     steps = sorted(found)
-    return steps, [float(found[step]) for step in steps]
+    try:
+        return steps, [float(found[step]) for step in steps]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UserError(f"metrics: a row's {name} is no number ({str(error)[:60]}); remove that row") from None
 
 # %% ../nbs/07b_monitoring.ipynb #aba2de30
 def draw_series(
@@ -544,6 +547,18 @@ def drawable(
     return [name for name, (_, _, fields) in CURVES.items() if name in ALWAYS or found & {field for field, *_ in fields}]
 
 
+def read_report(
+    run_dir: str | Path,  # with or without a report/
+) -> dict:  # title, summary, samples
+    "What the last report said, or the folder's name alone; UserError where the file is not a report's."
+    path, kinds = Path(run_dir) / "report" / "report.json", {"title": str, "summary": dict, "samples": list}
+    found = read_json(path) if path.exists() else {"title": Path(run_dir).resolve().name, "summary": {}, "samples": []}
+    is_whole = isinstance(found, dict) and all(isinstance(found.get(name), kind) for name, kind in kinds.items())
+    if not (is_whole and all(isinstance(text, str) for text in found["samples"])):
+        raise UserError(f"{path} is not a report's: remove it, and the page is drawn from the metrics alone")
+    return found
+
+
 def write_report(
     run_dir: str | Path,  # holds metrics.jsonl
     *,
@@ -563,7 +578,7 @@ def write_report(
     plain = {str(name): plain_number(value) for name, value in summary.items()}
     write_json(folder / "report.json", {"title": title, "summary": plain, "samples": list(samples)})
     note = f"{len(rows)} rows of metrics.jsonl; the curves are beside this page as PNG files."
-    write_atomic(folder / "index.html", report_page(title, plain, pictures, list(samples), note))
+    write_atomic(folder / "index.html", report_page(title, plain, pictures, list(samples), note).encode("utf-8", "replace"))
     return folder / "index.html"
 
 # %% ../nbs/07b_monitoring.ipynb #2a026734
@@ -598,10 +613,7 @@ def main(
     rows = read_metrics(run_dir)
     if run_dir.is_file() or not rows:
         raise UserError(f"{run_dir} is a file: name the run's folder" if run_dir.is_file() else f"{run_dir / 'metrics.jsonl'} has no row yet: nothing to draw")
-    saved = run_dir / "report" / "report.json"
-    known = read_json(saved) if saved.exists() else {"title": run_dir.resolve().name, "summary": {}, "samples": []}
-    if not isinstance(known, dict) or not {"title", "summary", "samples"} <= known.keys():
-        raise UserError(f"{saved} is not a report's: remove it, and the page is drawn from the metrics alone")
+    known = read_report(run_dir)
     summary = known["summary"] | summarize(rows)
     page = write_report(run_dir, title=chosen.title or known["title"], summary=summary, samples=known["samples"])
     print("\n".join([*(f"{name}: {readable(value)}" for name, value in summary.items()), str(page)]))

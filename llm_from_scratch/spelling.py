@@ -39,11 +39,11 @@ def read_probes(
     shipped = resources.files("llm_from_scratch").joinpath("spelling_probes.jsonl")
     text = shipped.read_text(encoding="utf-8") if str(source) == "plain" else read_text(source)
     try:
-        probes = [Probe(**json.loads(line)) for line in text.splitlines() if line.strip()]
-    except (ValueError, TypeError) as error:
+        probes = [Probe(**json.loads(line)) for line in text.split("\n") if line.strip()]
+    except (ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{source} is not a list of probes ({error}): give one object a line with kind, prompt and answer") from None
-    if not probes or not all(probe.answer for probe in probes):
-        raise UserError(f"{source} has no probe, or one without an answer")
+    if not probes or not all(probe.answer and {str} == set(map(type, asdict(probe).values())) for probe in probes):
+        raise UserError(f"{source} has no probe, one without an answer, or one whose values are not texts")
     return probes
 
 # %% ../nbs/07gb_spelling.ipynb #421a1c14
@@ -86,5 +86,5 @@ def main(
     table = Table("run", "step", *[f"{kind} ({count})" for kind, count in cards[0]["num_probes"].items()], title="right ends, greedy, exact")
     for card in cards:
         table.add_row(card["run"], str(card["step"]), *[f"{rate:.1%}" for rate in card["rates"].values()])
-    print(json.dumps(cards, indent=2)) if options.json else Console().print(table)
+    print(json.dumps(cards, indent=2)) if options.json else Console(markup=False).print(table)
     return 0

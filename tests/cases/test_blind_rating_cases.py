@@ -80,6 +80,9 @@ def test_a_mixed_sheet_names_nobody_and_the_key_does():
     ("text", "complaint"),
     [
         ("", "not an export"),
+        ("[" * 100_000, "not an export"),
+        ('{"sheet": "a", "rater": "b", "ratings": {"1": 1e400}}', "not an export"),
+        ("x" * 200_000, "not an export"),
         ("[1]", "not an export"),
         ('{"sheet": 1}', "not an export"),
         ('{"sheet": "a", "rater": "b", "ratings": {"1": -1}}', "score -1"),
@@ -138,3 +141,18 @@ def test_from_sheet_to_scores(run_dir, tmp_path, capsys):
         main(["blind-score", str(tmp_path / "a.json"), str(tmp_path / "a.json"), "--key", str(tmp_path / "page.key.json")])
     with pytest.raises(UserError, match="no key"):
         main(["blind-score", str(tmp_path / "a.json"), "--key", str(Path(tmp_path / "a.json"))])
+
+
+@pytest.mark.parametrize("change", [dict(sources=5), dict(items={"x": 0}), dict(items={"1": 9}), dict(sources=[{}])])
+def test_a_key_of_another_kind_is_refused(tmp_path, change):
+    (tmp_path / "a.json").write_text(json.dumps(dict(sheet="s", rater="ann", ratings={"1": 4})))
+    (tmp_path / "key.json").write_text(json.dumps(dict(sheet="s", sources=[dict(run="r", step=1)], items={"1": 0}) | change))
+    with pytest.raises(UserError, match="is no key"):
+        main(["blind-score", str(tmp_path / "a.json"), "--key", str(tmp_path / "key.json")])
+
+
+def test_a_page_never_lies_over_its_key(run_dir, tmp_path):
+    for names in (["--out", str(tmp_path / "a.json"), "--key", str(tmp_path / "a.json")], ["--out", "."]):
+        with pytest.raises(UserError, match="two different files"):
+            main(["blind-sheet", str(run_dir), *names])
+    assert not list(tmp_path.iterdir())

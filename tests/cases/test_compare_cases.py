@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 
 import pytest
 import torch
@@ -93,3 +94,17 @@ def test_what_is_no_run_is_named(tmp_path):
     with pytest.raises(UserError, match="is not a run"):
         main(["compare", str(tmp_path), "--out", str(tmp_path / "page.html")])
     assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.parametrize("name", ["a$b{$", "_hidden"])
+def test_a_name_is_no_formula(name):
+    page = compare_page([Side(name, {}, [{"step": 1, "loss": 2.0}])], "one")
+    assert name in page
+
+
+def test_other_peoples_files_in_a_run_are_named(runs, tmp_path):
+    folder = shutil.copytree(runs[0], tmp_path / "run")
+    (folder / "cards").mkdir(exist_ok=True)
+    (folder / "cards" / "list.json").write_text("[]")
+    with pytest.raises(UserError, match="list.json is not a card"):
+        read_side(folder)

@@ -206,3 +206,24 @@ def test_a_plain_text_has_a_card_that_can_be_checked(place, tmp_path, capsys):
     assert eval_main(["verify", str(tmp_path / "card.json")]) == 0
     for part in ("plain", "no BOS", "window 32", card["text_sha256"][:8], card["checkpoint_hash"][:8], card["tokenizer_fingerprint"][:8], card["date"][:10]):
         assert part in card_line(card)
+
+
+def test_a_text_without_spaces_has_a_card_without_a_figure_a_word(place, tmp_path, capsys):
+    text = tmp_path / "a[" / "b].txt"
+    text.parent.mkdir()
+    text.write_text("的一是不了人我在有他" * 80)
+    options = ["--run-dir", str(place / "run"), "--text", str(text)]
+    assert eval_main(options) == 0 and " a word," not in capsys.readouterr().out
+    assert eval_main([*options, "--json"]) == 0 and json.loads(capsys.readouterr().out)["word_perplexity"] is None
+
+
+def test_cards_of_two_detokenisers_lie_side_by_side(place):
+    assert score(place) != score(place, "--detokeniser", "none")
+
+
+@pytest.mark.parametrize("change", [dict(window="x"), dict(text_sha256=None), dict(nll_sum="abc"), dict(num_tokens=[1]), dict(deterministic=2), dict(nll_sum=math.nan)])
+def test_a_card_with_values_of_another_kind_is_refused(place, tmp_path, change):
+    path = tmp_path / "card.json"
+    path.write_text(json.dumps(json.loads(score(place).read_text()) | change))
+    with pytest.raises(UserError, match="of the right kind|NaN"):
+        eval_main(["verify", str(path)])

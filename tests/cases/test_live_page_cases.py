@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from llm_from_scratch.live_page import open_server
+from llm_from_scratch.live_page import RunView, open_server
 from llm_from_scratch.monitoring import MetricsWriter, main, write_report
 
 CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
@@ -129,3 +129,9 @@ def test_a_real_browser_fills_the_live_page_and_shows_the_static_one(tmp_path):
     page = tmp_path / "run" / "report" / "index.html"
     dom = browse(page.as_uri(), "--dump-dom").stdout
     assert dom.count("data:image/png") == 6 and not re.search(r'(src|href)="(https?:)?//', dom)
+
+
+def test_a_value_that_is_no_number_stands_in_the_note(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": "x"}\n')
+    view = RunView(tmp_path)
+    assert "no number" in view.state()["note"] and view.picture("loss.png") is None

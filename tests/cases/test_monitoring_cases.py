@@ -176,3 +176,19 @@ def test_the_command_draws_the_page_again_and_keeps_its_samples(tmp_path, capsys
     assert "def f():" in (tmp_path / "report" / "index.html").read_text()
     with pytest.raises(UserError, match="no metrics at"):
         main(["report", str(tmp_path / "gone")])
+
+
+@pytest.mark.parametrize("value", ['"fast"', "[1]", "1" + "0" * 400])
+def test_a_value_that_is_no_number_is_named(tmp_path, value):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 3, "loss": {value}}}\n')
+    with pytest.raises(UserError, match="loss is no number"):
+        main(["report", str(tmp_path)])
+
+
+@pytest.mark.parametrize("text", ['{"title": 5, "summary": {}, "samples": []}', '{"title": "t", "summary": [], "samples": []}', '{"title": "t", "summary": {}, "samples": [5]}'])
+def test_another_kind_of_report_is_refused(tmp_path, text):
+    write_steps(tmp_path, 1, 2)
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "report.json").write_text(text)
+    with pytest.raises(UserError, match="is not a report's"):
+        main(["report", str(tmp_path)])
