@@ -193,7 +193,7 @@ def loader_starves_device(
 ) -> Finding | None:
     "More than a quarter of the time of most steps spent waiting."
     steps, shares = evidence.column("data_wait_share")
-    if len(steps) < 8 or np.median(shares) < 0.25: return None
+    if len(steps) < 8 or not np.median(shares) >= 0.25: return None
     options = f"; data.num_workers {evidence.config.data.num_workers}, data.prefetch_batches {evidence.config.data.prefetch_batches}" if evidence.config else ""
     return Finding(f"at the median {np.median(shares):.0%} of a step is spent waiting for its batch, over {len(steps)} steps{options}", "certain", int(steps[0]))
 

@@ -137,7 +137,7 @@ def global_batch_too_small(
 ) -> Finding | None:
     "Fewer tokens a step than rows times their length."
     config, (steps, tokens) = evidence.config, evidence.column("tokens")
-    if not config or len(steps) < 4: return None
+    if not config or len(steps) < 4 or (evidence.json("fuse.json") or {}).get("kept", 1) < 1: return None # the fuse cut it
     planned, counted = config.train.global_batch * config.train.seq_len, float(np.median(np.diff(tokens) / np.diff(steps)))
     if counted > 0.75 * planned or counted == 0: return None
     ranks = (evidence.records("start") or [{}])[-1].get("ranks", "unknown")

@@ -355,6 +355,7 @@ def main(
     options, console = command_parser().parse_args(arguments), Console(soft_wrap=False)
     if options.action == "rules": return print(quick_table()) or 0
     found = diagnose(options.run)
+    if not found and Path(options.run, "config.yaml").exists(): read_run_config(options.run) # a damaged one is told: most rules were blind
     if options.json: print(json.dumps([one.describe(options.run) for one in found], indent=2))
     else: show_diagnoses(found, options.run, console)
     return int(bool(found))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from llm_from_scratch.env import UserError
 from llm_from_scratch.troubleshooting import (
     FAILURES,
     HEALTHY,
@@ -75,6 +76,22 @@ def test_the_command_tells_by_its_exit_code(healthy, folder, capsys):
     found = json.loads(capsys.readouterr().out)
     assert [one["rule"] for one in found] == ["attention-on-slow-path"]
     assert {"evidence", "sure", "cause", "cure", "next", "symptom", "step"} <= set(found[0])
+
+
+def test_a_cut_batch_and_waits_that_are_no_numbers_are_no_failures(healthy, tmp_path):
+    run = shutil.copytree(healthy["adamw"], tmp_path / "run")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    cut = [row | {"tokens": row["tokens"] // 3, "data_wait_share": float("nan")} for row in rows]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in cut))
+    assert [one.rule.name for one in diagnose(run)] == ["global-batch-too-small"]
+    (run / "fuse.json").write_text(json.dumps({"kept": 1 / 3}))
+    assert diagnose(run) == []
+
+
+def test_a_damaged_configuration_is_told_where_nothing_is_found(tmp_path):
+    (tmp_path / "config.yaml").write_text("hello")
+    with pytest.raises(UserError, match="config.yaml"):
+        main(["diagnose", str(tmp_path)])
 
 
 def test_a_folder_that_is_no_run_is_a_mistake(folder):
