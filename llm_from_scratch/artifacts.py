@@ -84,6 +84,7 @@ def read_json(
     "Read a JSON file; raises UserError naming the file where it is missing or damaged."
     try: return json.loads(Path(path).read_bytes())
     except FileNotFoundError: raise UserError(f"{path}: no such file") from None
+    except RecursionError: raise UserError(f"{path}: damaged JSON, nested too deep; restore the file or make it anew") from None
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise UserError(f"{path}: damaged JSON at {where} ({error.msg}); restore the file or make it anew") from None

@@ -135,6 +135,9 @@ class Answers(BaseHTTPRequestHandler):
         kind, body = self.find(self.path.partition("?")[0])
         self.answer(200 if body is not None else 404, kind, b"no such page\n" if body is None else body)
 
+    def handle(self):
+        with suppress(ConnectionError): super().handle() # a browser that leaves
+
     do_HEAD = do_GET
 
     def find(self, path: str) -> tuple[str, bytes | None]: # content type and body; None: there is no such page
@@ -151,7 +154,7 @@ class Answers(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            with suppress(ConnectionError): self.wfile.write(body)
+            self.wfile.write(body)
 
     def log_message(self, *arguments): pass # a line every two seconds says nothing
 
