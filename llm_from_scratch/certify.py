@@ -10,6 +10,7 @@ import json
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -56,7 +57,7 @@ def _differences(one, other, where: str) -> Iterable[str]:
     elif type(one) is not type(other) or repr(one) != repr(other): yield f"{where}: {str(one)[:60]} and {str(other)[:60]}"
 
 # %% ../nbs/06c_certify.ipynb #ea14fa18
-MOMENTARY = "environment memory available_bytes:" # what was free when it was saved, in older checkpoints
+MOMENTARY = "environment memory available_bytes:", "fuse seconds " # free memory when it was saved, in older checkpoints; what the time went into
 
 def compare_checkpoints(
     one: str | Path,    # a checkpoint
@@ -69,7 +70,10 @@ def compare_checkpoints(
     return [found for found in _differences(*states, "") if not found.startswith(MOMENTARY)]
 
 # %% ../nbs/06c_certify.ipynb #2d18e5bf
-SITTING = {"tokens_per_second", "step_seconds", "resumed_from"} # tell of the sitting, not of the run
+SITTING = re.compile( # names that tell of the sitting and its machine, not of the run
+    r".*(_per_second|_seconds|_percent|_bytes|_ms|_watts|_celsius|_mhz|_reasons)(_max)?|comm_.*|data_wait_share|mfu|"
+    r"effective_throughput|data_use|loaded_tokens|cost_per_thousand_steps|compiled_graphs|resumed_from")
+
 
 def _rows(run_dir: Path) -> list[dict]:
     rows = []
@@ -88,7 +92,8 @@ def compare_metrics(
     found = []
     for step in sorted(rows.keys() | others.keys()):
         mine, theirs = rows.get(step, {}), others.get(step, {})
-        for name in sorted((mine.keys() | theirs.keys()) - SITTING):
+        for name in sorted(mine.keys() | theirs.keys()):
+            if SITTING.fullmatch(name): continue
             if repr(mine.get(name)) != repr(theirs.get(name)): found.append(f"step {step} {name}: {mine.get(name, 'not there')} and {theirs.get(name, 'not there')}")
     return found
 

@@ -70,7 +70,7 @@ def count_tokens(
     for tokens in shards.shards:
         if each is None: parts = [tokens]
         else: parts = [tokens[at:at + each] for at in np.linspace(0, max(0, len(tokens) - each), pieces).astype(np.int64)]
-        for part in parts: counts += np.bincount(part, minlength=shards.vocab_size)
+        for part in parts: counts += np.bincount(part, minlength=shards.vocab_size)[:shards.vocab_size] # an id beyond it is the loader's to name
     return counts
 
 # %% ../nbs/07f_loss_classes.ipynb #a56bc0e8

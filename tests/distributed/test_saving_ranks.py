@@ -89,6 +89,7 @@ class Counted:
         self.loader = type("Loader", (), {"state_dict": lambda self: {"position": 0}})()
         self.parts, self.data, self.environment = {"model": self.model}, type("Data", (), {"manifests": {}}), {}
         self.tokens, self.skipped, self.last_val, self.url = 0, 0, {}, None
+        self.fuse = type("Fuse", (), {"state_dict": lambda self: {}})()
         self.model.weight.data.fill_(1.0), self.model.bias.data.fill_(1.0)
 
 

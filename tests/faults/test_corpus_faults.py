@@ -35,7 +35,7 @@ def content(folder):
     return {name: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and (name := path.relative_to(folder).as_posix()) not in OF_THE_RUN}
 
 
-def wait_until(condition, seconds=60):
+def wait_until(condition, seconds=300):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
