@@ -55,7 +55,7 @@ def exchange(
     store.set(names[ranks.rank], json.dumps(mine))
     while (left := end - time.monotonic()) > 0:
         with suppress(dist.DistStoreError):
-            store.wait(names if ranks.is_main else [key], timedelta(seconds=min(1, left))) # no signal gets in meanwhile
+            store.wait(names if ranks.is_main else [key], timedelta(seconds=max(0.01, min(1, left)))) # no signal gets in meanwhile; below a millisecond it would wait for ever
             break
     else:
         missing = [rank for rank, name in enumerate(names) if not store.check([name])]
