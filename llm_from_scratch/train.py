@@ -581,8 +581,9 @@ def main(
         if speaks_first(line, "a rank is gone"): print(f"error: {line}", file=sys.stderr)
         code = STALLED
     except KeyboardInterrupt:
-        if ranks.is_main: raise
-        code = INTERRUPTED
+        told = mistake_elsewhere()
+        if ranks.is_main and not told: raise
+        code = USER_ERROR if told else INTERRUPTED
     return code
 
 # %% ../nbs/09_train.ipynb #1d6b3f53
@@ -605,6 +606,7 @@ def hold_and_run(
                 code = run(config, run_dir, ranks, resume_from=options.resume, old=old, allow=tuple(options.allow_change), url=options.url)
         except (UserError, RuntimeError, KeyboardInterrupt) as error: # the latter two may only mean that another rank is gone
             mistake = str(error) if isinstance(error, UserError) else mistake_elsewhere()
+            if mistake: say_last_words() # a launcher's signal to the slower rank is too late as well
             if mistake and ranks.is_main and not isinstance(error, RankMissing): remember_stop(run_dir, USER_ERROR, mistake, launchers)
             if mistake: raise UserError(mistake) from error
             if isinstance(error, KeyboardInterrupt): raise KeyboardInterrupt(f"{error} outside of the steps; go on with: {again(run_dir)}") from None

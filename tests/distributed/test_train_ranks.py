@@ -90,6 +90,24 @@ def test_a_mistake_of_all_ranks_is_told_once(options, tmp_path):
     assert stopped["exit_code"] == 2 and str(nowhere) in stopped["reason"]
 
 
+SLOW_RANK_0 = """
+import time
+from llm_from_scratch import train
+from llm_from_scratch.env import run_command
+remember_stop = train.remember_stop
+train.remember_stop = lambda *words: (time.sleep(2), remember_stop(*words))  # the launcher's signal comes in between
+run_command(train.main)
+"""
+
+
+def test_a_rank_that_is_slow_to_write_down_a_mistake_is_not_interrupted(options, tmp_path):
+    script, nowhere = tmp_path / "slow_rank_0.py", tmp_path / "nowhere"
+    script.write_text(SLOW_RANK_0)
+    code, out = finish(command(2, *options, "--data.path", nowhere, "--train.steps", 2, "--run-dir", tmp_path / "run", program=[str(script)]))
+    assert code != 0 and len(errors(out)) == 1 and "interrupted" not in out, out
+    assert json.loads((tmp_path / "run" / "stopped.json").read_text())["exit_code"] == 2
+
+
 ONE_RANK = """
 import os, sys, time
 from llm_from_scratch import train
