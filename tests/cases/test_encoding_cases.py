@@ -55,6 +55,7 @@ def contents(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="kills a process")
 def test_killed_and_started_again_it_does_the_rest_on_other_workers(capsys):
     write_texts()

@@ -342,6 +342,7 @@ def test_command_refuses_a_run_without_a_checkpoint(tmp_path):
         main(["--run-dir", str(tmp_path), "--prompt", "x"])
 
 
+@pytest.mark.slow
 def test_a_closed_or_binary_standard_input_is_one_line(run_dir):
     command = f"{sys.executable} -m llm_from_scratch.generate --run-dir {run_dir} --prompt -"
     for redirection in ("<&-", f"< {run_dir / 'checkpoints' / 'step_00000007' / 'model.safetensors'}"):

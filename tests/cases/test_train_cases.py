@@ -195,6 +195,7 @@ def test_changed_text_is_refused_on_a_resume(options, corpus, undisturbed, tmp_p
         train.main(["--run-dir", str(undisturbed), "--resume", "auto", "--data.path", str(grown)])
 
 
+@pytest.mark.slow
 def test_two_runs_do_not_share_a_folder(options, tmp_path):
     run_dir = tmp_path / "run"
     process = start([*options, "--train.steps", "100000", "--run-dir", run_dir])
@@ -420,6 +421,7 @@ def test_training_goes_on_from_other_peoples_weights(options, tmp_path, monkeypa
     assert train.main(["--run-dir", str(tmp_path / "second"), "--resume", "auto", "--train.steps", "3"]) == 0
 
 
+@pytest.mark.slow
 def test_a_run_from_weights_takes_their_shape_and_goes_on_when_they_are_gone(options, undisturbed, tmp_path, capsys):
     weights = Path(shutil.copytree(undisturbed, tmp_path / "weights"))
     again = [*options[len(SHAPE):], "--train.init-from", str(weights), "--train.steps", "1", "--run-dir", str(tmp_path / "run")]

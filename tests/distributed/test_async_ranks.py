@@ -68,6 +68,7 @@ def average_once(ranks):
     return pack(alone.weights), pack(local.weights)
 
 
+@pytest.mark.slow
 def test_local_sgd_meets_every_three_steps_and_resumes_within_a_round_and_h_1_is_plain_averaging():
     (first, losses, resumed, sent, size, (one, mean)), (second, losses_too, _, _, _, (other, mean_too)) = run_ranks(rounds, 2, timeout_seconds=120)
     assert [a == b for a, b in zip(first, second)] == [False, False, True, False, True]

@@ -266,6 +266,7 @@ def save_after(ranks, steps):
     return {"model": engine.model.state_dict(), "engine": engine.state_dict()} if ranks.is_main else None
 
 
+@pytest.mark.slow
 def test_a_state_of_two_ranks_goes_on_with_one_or_three():
     saved, _ = run_ranks(save_after, 2, range(5))
     expected, _ = learn(Ranks(), "adamw", range(10))

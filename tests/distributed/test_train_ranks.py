@@ -121,7 +121,8 @@ run_command(train.main)
 """
 
 
-@pytest.mark.parametrize("rank", [pytest.param("0", marks=pytest.mark.slow), "1"])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_mistake_of_one_rank_is_told_by_it(options, tmp_path, rank):
     script = tmp_path / "one_rank.py"
     script.write_text(ONE_RANK.replace("WRONG", repr(rank)))

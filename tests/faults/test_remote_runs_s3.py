@@ -32,6 +32,7 @@ def losses(run_dir):
     return {row["step"]: row["loss"] for row in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())}
 
 
+@pytest.mark.slow
 def test_a_run_on_a_store_goes_on_on_another_machine(bucket, options, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setattr(train, "tell", lambda *arguments: None)
     monkeypatch.setenv("LLM_CACHE", str(tmp_path / "machine_1"))

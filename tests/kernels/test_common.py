@@ -75,6 +75,7 @@ def without_the_interpreter(script: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the line is for machines without a GPU")
 def test_without_a_gpu_it_compiles_ahead_and_refuses_in_one_line():
     result = without_the_interpreter(COMPILE_ONE)

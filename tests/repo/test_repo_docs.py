@@ -37,6 +37,7 @@ def build(root):
     return subprocess.run(["bash", root / "scripts" / "docs.sh"], capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
 
 
+@pytest.mark.slow
 def test_doc_6_a_good_site_has_a_page_for_each_notebook(small_site):
     result = build(small_site)
     assert result.returncode == 0, result.stderr
