@@ -41,11 +41,9 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def size_misses(nb: Notebook) -> list[str]:
-    "The frame, what a page gives and what can go wrong, is not counted among the cells."
     misses = []
-    num_cells = len(nb.cells) - len(nb.frame)
-    if num_cells > MAX_CELLS:
-        misses.append(f"{num_cells} cells, at most {MAX_CELLS}")
+    if len(nb.cells) > MAX_CELLS:
+        misses.append(f"{len(nb.cells)} cells, at most {MAX_CELLS}")
     size = nb.path.stat().st_size
     if size > MAX_NOTEBOOK_BYTES:
         misses.append(f"{size:,} bytes with outputs, at most {MAX_NOTEBOOK_BYTES:,}")
@@ -180,7 +178,7 @@ def prose_words(source: str) -> int:
 
 
 def prose_misses(nb: Notebook) -> list[str]:
-    "The frame keeps its own lengths; it counts where there is little prose, not where there is much."
+    "The closing section is a list, and may be longer than other prose."
     misses = []
     for cell in (cell for cell in nb.cells[2:] if cell.kind == "markdown"):
         low, high = MARKDOWN_WORDS if cell is not nb.closing else (MARKDOWN_WORDS[0], MAX_CLOSING_WORDS)
@@ -188,11 +186,10 @@ def prose_misses(nb: Notebook) -> list[str]:
         has_more = re.search(r"```|\$\$|^\s*\||^\s*>", cell.source, re.M)
         if num_words > high or (0 < num_words < low and not has_more):
             misses.append(f"cell {cell.index}: Markdown of {num_words} words, {low} to {high}")
-    words = {cell.index: prose_words(cell.source) for cell in nb.cells if cell.kind == "markdown"}
-    num_words, in_frame = sum(words.values()), sum(words[cell.index] for cell in nb.frame)
+    num_words = sum(prose_words(cell.source) for cell in nb.cells if cell.kind == "markdown")
     num_lines = sum(len(cell.lines) for cell in nb.cells if cell.is_code)
     share = num_words / max(num_lines, 1)
-    if share < PROSE_WORDS_PER_LINE[0] or share - in_frame / max(num_lines, 1) > PROSE_WORDS_PER_LINE[1]:
+    if not PROSE_WORDS_PER_LINE[0] <= share <= PROSE_WORDS_PER_LINE[1]:
         misses.append(f"{share:.2f} words of prose a line of code ({num_words} / {num_lines}), 2 to 4")
     return misses
 
