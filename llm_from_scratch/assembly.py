@@ -314,7 +314,6 @@ def columns_of(
             if value is not None: columns.setdefault(name, []).append(value)
     return columns
 
-# %% ../nbs/01bc_assembly.ipynb #aed12775
 def score_limits(
     quality: QualityConfig, # thresholds
 ) -> dict[str, list[float]]: # by score

@@ -552,7 +552,6 @@ class CommandParser(argparse.ArgumentParser):
             raise UserError(f"unknown {kind} {name!r}{suggest(name, options)} (see {self.prog} --help)")
         return namespace
 
-# %% ../nbs/00a_config.ipynb #e5c97b22
 def add_config_options(
     parser: argparse.ArgumentParser, # gains --config, --preset where there are any, and an option a field
     kind: type[Section] = Config,    # whose fields are offered

@@ -353,7 +353,6 @@ def main_script(
     others = [ord(character) for character in characters if script_of(character) not in ("", script)]
     return script, number, text.translate(dict.fromkeys(others, " ")) if others else text
 
-# %% ../nbs/01_data_cleaning.ipynb #2b517f4e
 MIN_LETTERS, MIN_PROBABILITY, SAMPLE_CHARACTERS = 20, 0.2, 2000 # by weight, in the main script; of the best guess; read
 
 def identify_language(
@@ -521,7 +520,6 @@ def _parse(items: Iterable[Document | _Page | Rejected], parser: PageParser) -> 
             yield _with_text(waiting.popleft(), parsed)
         while waiting: yield waiting.popleft()
 
-# %% ../nbs/01_data_cleaning.ipynb #f0774d0f
 def _with_text(page: _Page, parsed: ParsedPage) -> Document | Rejected:
     if parsed.reason or not parsed.text: return _reject(page.document, parsed.reason or "empty", "extract")
     return replace(page.document, text=parsed.text)

@@ -82,7 +82,6 @@ def _token_spans(joined: str, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray
     if not alone.size: return starts, ends
     return np.sort(np.concatenate([starts, alone])), np.sort(np.concatenate([ends, alone + 1]))
 
-# %% ../nbs/01b_dedup.ipynb #a8ede1fd
 def _hash_tokens(pieces: list[str]) -> tuple[np.ndarray, np.ndarray]: # hashes, and where each piece's end
     joined = "\n" + "\n".join(pieces) + "\n"
     encoded = joined.encode() if joined.isascii() else joined.encode("utf-32-le", "surrogatepass")
@@ -307,9 +306,6 @@ class _GrowingArray: # an .npy file that is appended to
         self._write_header()
         self.file.close()
 
-
-
-# %% ../nbs/01b_dedup.ipynb #76f7afa6
 def _signing_options(cfg: DedupConfig) -> dict[str, Any]: # what the files depend on
     if cfg.near is None: return dict(near=None)
     shape = dict(zip(("bands", "rows"), cfg.shape)) if cfg.near == "minhash" else {}

@@ -502,7 +502,6 @@ def check_versions(
     detail = "; ".join(wrong) + ": pip install -e ." if wrong else f"{len(wanted)} packages in their ranges"
     return Check("versions", not wrong, detail, hard=True)
 
-# %% ../nbs/00_env.ipynb #a69b027b
 MIN_DISK_BYTES = 1 << 30          # the default run writes 0.1 GB; less than 1 GiB leaves no room for a second one
 MIN_SHARED_MEMORY_BYTES = 1 << 28 # containers start with 64 MiB, too little for processes that share batches
 

@@ -591,7 +591,6 @@ def source_weights(
         sums[one.source] = (weight + one.num_tokens * min(1.0, sigma / max(one.sigmas, 1e-9)), size + one.num_tokens)
     return {source: round(weight / size, 6) if size else 1.0 for source, (weight, size) in sorted(sums.items())}
 
-# %% ../nbs/01aa_gates.ipynb #129407b3
 def write_weights(
     path: str | Path,             # weights.json
     weights: Mapping[str, float], # source -> weight

@@ -332,7 +332,6 @@ def device_name(
     found = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
     return found.group(1).strip() if found else platform.processor() or platform.machine()
 
-# %% ../nbs/07b_monitoring.ipynb #e46c194f
 PEAK_SIZE = {False: 1024, True: 8192}  # on a CPU, on a GPU: large enough to be bound by arithmetic
 
 

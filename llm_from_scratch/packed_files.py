@@ -216,7 +216,6 @@ def _marks_in(data: bytes) -> Iterator[tuple[int, bool]]: # bits
         while (at := data.find(inside, at + 1)) >= 0:
             if int.from_bytes(data[max(at - 1, 0):at + 6].ljust(7, b"\0")) >> 8 - shift & 2**48 - 1 == mark: yield at * 8 - 8 + shift, mark == _BLOCK
 
-# %% ../nbs/00ca_packed_files.ipynb #32facd7a
 def _bzip2_marks(file: BinaryIO) -> Iterator[tuple[int, bool]]: # bits, in order, and whether a block begins there
     at, data, last = 0, b"", -1
     while stretch := _read_at(file, at + len(data), 2**20):

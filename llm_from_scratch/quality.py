@@ -444,7 +444,6 @@ def line_reason(
     if cfg.c4_min_line_words and line.strip() and len(split_words(line)) < cfg.c4_min_line_words: return "short_line"
     return ""
 
-# %% ../nbs/01a_quality.ipynb #8d601546
 def clean_lines(
     text: str,           # a page
     cfg: QualityConfig,  # what to remove

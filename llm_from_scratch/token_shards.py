@@ -34,7 +34,6 @@ from .tokenizer import Tokenizer
 # %% ../nbs/02a_token_shards.ipynb #ff3fcf05
 MAX_VOCAB_SIZE = {"uint16": 2**16, "uint32": 2**32}
 
-# %% ../nbs/02a_token_shards.ipynb #657ac1ef
 def token_dtype(
     vocab_size: int,      # number of different ids, the largest is vocab_size - 1
     dtype: str = "auto",  # "uint16", "uint32", or the narrower that suffices
@@ -321,7 +320,6 @@ def encode_documents(
 # %% ../nbs/02a_token_shards.ipynb #5c247dae
 SPLITS = ("train", "val")
 
-# %% ../nbs/02a_token_shards.ipynb #7226e8fe
 def split_of(
     document_id: str,    # name of the document
     val_fraction: float, # share of documents held out

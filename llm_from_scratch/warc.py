@@ -414,7 +414,6 @@ def _lost(window: _Window, pattern: re.Pattern[bytes], skip: int, reason: str, f
     is_cut = is_short and is_last and (window.unit.fault == "cut" or isinstance(window.unit, _PlainUnit))
     return _Found("truncated", "the file ends inside it", fields=fields) if is_cut else _Found("damaged", reason, fields=fields)
 
-# %% ../nbs/00e_warc.ipynb #93282777
 def _skip_oversized(window: _Window, pattern: re.Pattern[bytes], head: int, end: int) -> _Found:
     start = window.position
     window.skip_to(pattern, head)

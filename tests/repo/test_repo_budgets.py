@@ -74,15 +74,6 @@ OPENING = "md:You will be able to add two numbers, and to say of any sum whether
 CLOSING = "md:## What can go wrong\n\n- **A sum is a word.** " + "Two texts were added, so convert them first. " * 11
 
 
-def test_the_frame_is_counted_neither_as_cells_nor_as_prose(tmp_path):
-    framed = GOOD[:2] + [OPENING] + GOOD[2:]
-    assert budget_misses(write_notebook(tmp_path / "00_sums.ipynb", framed + [CLOSING])) == []
-    cells = framed + ["x = 1"] * (90 - len(GOOD)) + [CLOSING]
-    assert not any("cells, at most" in miss for miss in budget_misses(write_notebook(tmp_path / "00_sums.ipynb", cells)))
-    misses = budget_misses(write_notebook(tmp_path / "00_sums.ipynb", cells[:-1] + ["x = 1", CLOSING]))
-    assert any("91 cells, at most 90" in miss for miss in misses)
-
-
 def test_a_closing_section_has_a_budget_too(tmp_path):
     path = write_notebook(tmp_path / "00_sums.ipynb", GOOD + [CLOSING + "word " * 30])
     assert any("20 to 110" in miss for miss in budget_misses(path))
