@@ -92,10 +92,6 @@ class Notebook:
         last = [cell for cell in self.cells if cell.kind == "markdown"][-1:]
         return last[0] if last and last[0].source.startswith(f"{CLOSING}\n") else None
 
-    @property
-    def frame(self) -> list[Cell]:
-        return [cell for cell in (self.opening, self.closing) if cell]
-
 
 def read_notebook(path: Path) -> Notebook:
     raw = json.loads(Path(path).read_text(encoding="utf-8"))
