@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +19,8 @@ import torch.distributed as dist
 from ranks import free_port, run_ranks, server_with_torch
 
 from llm_from_scratch import rank_checks
-from llm_from_scratch.env import UserError, close_process_group, open_process_group, read_ranks
-from llm_from_scratch.preflight import Console, examine, preflight_ranks
+from llm_from_scratch.env import Ranks, UserError, close_process_group, open_process_group, read_ranks
+from llm_from_scratch.preflight import Console, RankMissing, examine, exchange, preflight_ranks
 from llm_from_scratch.watchdog import STALLED, Watchdog, broken_off, note_step
 
 CPU = torch.device("cpu")
@@ -305,3 +306,19 @@ def test_a_training_run_that_stands_still_ends_with_names(tmp_path):
     line = verdict([out])
     assert "rank 0 in all_reduce" in line and "(step 4, " in line and "agree" in line and "rank 1 has not come: step 3" in line and "sleepy" in line, line
     assert sorted(path.name for path in run_dir.glob("stalled_*")) == ["stalled_rank_0.txt", "stalled_rank_1.txt"]
+
+
+def test_a_wait_of_less_than_a_millisecond_ends():
+    "torch takes zero milliseconds for no limit at all."
+    told = []
+
+    def wait():
+        try:
+            exchange(dist.HashStore(), {}, Ranks(0, 0, 2), timeout_seconds=0.0004, call=0)
+        except RankMissing as error:
+            told.append(str(error))
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive() and "rank 1" in told[0]
