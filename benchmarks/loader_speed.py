@@ -1,9 +1,9 @@
 """How fast are batches of tokens read in random order, beside others' loaders and a plain copy?
 
-    python benchmarks/loader_speed.py [--million-tokens 40] [--seconds 5] [--batch 16]
+    python benchmarks/loader_speed.py [--million-tokens 40] [--seconds 5] [--batch 16] [--seq-len 2048]
 
 The same random tokens as token shards, as an Arrow data set of Hugging Face datasets (torch format), as litdata's chunks
-and as one memory-mapped file; rows of 2,048 in batches of 16 (or what --batch says), int64 inputs and targets out. The floor is memcpy of as many
+and as one memory-mapped file; rows of 2,048 in batches of 16 (or what the options say), int64 inputs and targets out. The floor is memcpy of as many
 bytes as the batches have, one after the other, from an array that no cache holds (from a mapped file it takes as long, to
 a tenth). One process, one core, seconds of processor time, so that other work on the machine counts less; one run in ten
 rounds, of which the median counts, with the C library's allocator set as training sets it (for all of them); whatever is not
@@ -25,8 +25,7 @@ from llm_from_scratch.launch import keep_freed_memory
 from llm_from_scratch.token_shards import open_shards, write_shards
 
 RESULTS = Path(__file__).parent / "results" / "loader_speed.jsonl"
-SEQ_LEN, ROUNDS = 2_048, 10
-ROW = SEQ_LEN + 1
+ROUNDS = 10
 
 
 def tokens_a_second(batches, seconds: float) -> float:
@@ -39,24 +38,24 @@ def tokens_a_second(batches, seconds: float) -> float:
 
 
 def ours(shards, batch_size: int, **options):
-    for batch in endless(TokenLoader(shards, batch_size=batch_size, seq_len=SEQ_LEN, **options)):
+    for batch in endless(TokenLoader(shards, batch_size=batch_size, **options)):
         yield batch.inputs, batch.targets
 
 
-def plain_memmap(path: Path, num_tokens: int, batch_size: int):
+def plain_memmap(path: Path, num_tokens: int, batch_size: int, row: int):
     data, random = np.memmap(path, "<u2", mode="r"), np.random.default_rng(0)
     while True:
-        starts = random.integers(0, num_tokens - ROW, batch_size)
-        rows = torch.stack([torch.from_numpy(data[start : start + ROW].astype(np.int64)) for start in starts])
+        starts = random.integers(0, num_tokens - row, batch_size)
+        rows = torch.stack([torch.from_numpy(data[start : start + row].astype(np.int64)) for start in starts])
         yield rows[:, :-1], rows[:, 1:]
 
 
-def hugging_face(tokens: np.ndarray, folder: Path, batch_size: int):
+def hugging_face(tokens: np.ndarray, folder: Path, batch_size: int, row: int):
     import datasets
     import pyarrow as pa
 
-    rows = tokens[: len(tokens) // ROW * ROW]
-    column = pa.ListArray.from_arrays(pa.array(np.arange(0, len(rows) + 1, ROW, dtype=np.int32)), pa.array(rows))
+    rows = tokens[: len(tokens) // row * row]
+    column = pa.ListArray.from_arrays(pa.array(np.arange(0, len(rows) + 1, row, dtype=np.int32)), pa.array(rows))
     datasets.disable_progress_bars()
     datasets.Dataset(pa.table({"ids": column})).save_to_disk(folder)
     loaded = datasets.load_from_disk(folder).with_format("torch")
@@ -70,24 +69,24 @@ def read_part(path):
     yield torch.from_numpy(np.load(path).astype(np.int32))
 
 
-def lit(tokens: np.ndarray, folder: Path, batch_size: int):
+def lit(tokens: np.ndarray, folder: Path, batch_size: int, row: int):
     import litdata
 
     parts = []
     for number, part in enumerate(np.array_split(tokens, 8)):
         parts.append(str(folder / f"{number}.npy"))
         np.save(parts[-1], part)
-    litdata.optimize(fn=read_part, inputs=parts, output_dir=str(folder / "chunks"), chunk_size=ROW * 1_024, item_loader=litdata.TokensLoader(block_size=ROW), num_workers=1)
-    data = litdata.StreamingDataset(str(folder / "chunks"), item_loader=litdata.TokensLoader(block_size=ROW), shuffle=True)
+    litdata.optimize(fn=read_part, inputs=parts, output_dir=str(folder / "chunks"), chunk_size=row * 1_024, item_loader=litdata.TokensLoader(block_size=row), num_workers=1)
+    data = litdata.StreamingDataset(str(folder / "chunks"), item_loader=litdata.TokensLoader(block_size=row), shuffle=True)
     while True:
         for batch in litdata.StreamingDataLoader(data, batch_size=batch_size, drop_last=True):
             ids = batch.long()
             yield ids[:, :-1], ids[:, 1:]
 
 
-def memcpy(num_tokens: int, batch_size: int):
-    source, target, at = np.ones(num_tokens, np.int64), np.empty(batch_size * ROW, np.int64), 0
-    done = torch.empty(batch_size, SEQ_LEN)
+def memcpy(num_tokens: int, batch_size: int, row: int):
+    source, target, at = np.ones(num_tokens, np.int64), np.empty(batch_size * row, np.int64), 0
+    done = torch.empty(batch_size, row - 1)
     while True:
         np.copyto(target, source[at : at + len(target)])
         at = (at + len(target)) % (num_tokens - len(target))
@@ -99,8 +98,9 @@ def main() -> None:
     parser.add_argument("--million-tokens", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--seq-len", type=int, default=2_048)
     options = parser.parse_args()
-    batch = options.batch
+    batch, row = options.batch, options.seq_len + 1
     torch.set_num_threads(1)
     keep_freed_memory()
     random = np.random.default_rng(0)
@@ -112,13 +112,13 @@ def main() -> None:
         shards = open_shards(work / "shards")
         tokens.tofile(work / "tokens.bin")
         makers = {
-            "memcpy": lambda: memcpy(len(tokens), batch),
-            "token shards": lambda: ours(shards, batch, document_mask=False, prefetch_batches=0),
-            "token shards, read ahead": lambda: ours(shards, batch, document_mask=False),
-            "token shards with document masks": lambda: ours(shards, batch, prefetch_batches=0),
-            "plain memmap": lambda: plain_memmap(work / "tokens.bin", len(tokens), batch),
-            "datasets": lambda: hugging_face(tokens, work / "arrow", batch),
-            "litdata": lambda: lit(tokens, work, batch),
+            "memcpy": lambda: memcpy(len(tokens), batch, row),
+            "token shards": lambda: ours(shards, batch, seq_len=row - 1, document_mask=False, prefetch_batches=0),
+            "token shards, read ahead": lambda: ours(shards, batch, seq_len=row - 1, document_mask=False),
+            "token shards with document masks": lambda: ours(shards, batch, seq_len=row - 1, prefetch_batches=0),
+            "plain memmap": lambda: plain_memmap(work / "tokens.bin", len(tokens), batch, row),
+            "datasets": lambda: hugging_face(tokens, work / "arrow", batch, row),
+            "litdata": lambda: lit(tokens, work, batch, row),
         }
         running = {}
         for loader, make in makers.items():
@@ -135,7 +135,7 @@ def main() -> None:
     for loader, speed in sorted(found.items(), key=lambda item: -item[1]):
         print(f"{loader:34} {speed / 1e6:9.1f} million tokens/s   {speed / found['memcpy']:6.3f} of memcpy   {speed / found.get('datasets', np.nan):8.1f} x datasets")
     report = environment_report()
-    line = {"batch": [batch, SEQ_LEN], "million_tokens": options.million_tokens, "tokens_per_second": {key: round(value) for key, value in found.items()}, "cpu": report.get("cpu"), "torch": torch.__version__}
+    line = {"batch": [batch, options.seq_len], "million_tokens": options.million_tokens, "tokens_per_second": {key: round(value) for key, value in found.items()}, "cpu": report.get("cpu"), "torch": torch.__version__}
     with open(RESULTS, "a") as file:
         file.write(json.dumps(line, default=str) + "\n")
 

@@ -4,19 +4,20 @@
 
 # %% auto #0
 __all__ = ['SKIPPED_FOLDERS', 'KEPT', 'HELD_OUT', 'REASONS', 'REPAIRS', 'OPTIONAL_FIELDS', 'READERS', 'Document', 'stdlib_folder',
-           'stdlib_files', 'document_id', 'is_validation', 'list_inputs', 'folder_kind', 'corpus_files', 'inputs_hash',
-           'Skipped', 'clean_text', 'read_text', 'document_from_row', 'read_jsonl', 'read_parquet', 'read_tar',
-           'read_arrow', 'read_documents', 'cut_document', 'must_cut', 'cut_documents', 'read_corpus']
+           'stdlib_files', 'document_id', 'is_validation', 'list_inputs', 'folder_kind', 'corpus_files', 'named',
+           'inputs_hash', 'Skipped', 'clean_text', 'read_text', 'document_from_row', 'read_jsonl', 'read_parquet',
+           'read_tar', 'read_arrow', 'read_documents', 'cut_document', 'must_cut', 'cut_documents', 'read_corpus']
 
 # %% ../nbs/00d_documents.ipynb #b2ab0a22
 import glob
 import hashlib
 import itertools
 import json
+import os
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path, PurePath
@@ -69,7 +70,7 @@ KEPT, HELD_OUT = "#kept", "#held-out" # ends of the names of a document that was
 def document_id(
     path: str | Path, # a file of the corpus
 ) -> str:             # posix path: relative for the standard library, else as it was written
-    "The name of the document that a file holds."
+    "The name of a file that is read alone; `corpus_files` names the files of a corpus."
     path = Path(path)
     root = stdlib_folder()
     return _own_name((path.relative_to(root) if path.is_relative_to(root) else path).as_posix())
@@ -95,20 +96,23 @@ def list_inputs(
     patterns: Iterable[str], # files, folders (searched through) and glob patterns
 ) -> list[Path]:             # sorted, each file once
     "The files that the patterns name; raises UserError for a pattern that matches none."
-    found: dict[Path, Path] = {}
+    return sorted((file for _, files in _found(patterns) for file in files), key=Path.as_posix)
+
+def _found(patterns: Iterable[str]) -> list[tuple[Path, list[Path]]]: # file or folder, named or matched; its files, each once
+    found, seen = [], set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         if not str(pattern): raise UserError("an empty name among the input files: it would mean the present folder, which is written '.'")
-        matches = _matching_files(str(pattern))
-        if not matches: raise UserError(f"{pattern}: no file here; give a file, a folder or a glob such as 'texts/**/*.txt'")
-        for path in matches: found.setdefault(path.resolve(), path)
-    return sorted(found.values(), key=Path.as_posix)
-
-def _matching_files(pattern: str) -> list[Path]:
-    path = Path(pattern).expanduser()
-    if path.is_file(): return [path]
-    matches = [path] if path.is_dir() else [Path(name) for name in glob.glob(str(path), recursive=True)]
-    files = [file for match in matches for file in ([match] if match.is_file() else _files_below(match))]
-    return sorted(files, key=Path.as_posix)
+        path = Path(pattern).expanduser()
+        matches = [path] if path.exists() else sorted(map(Path, glob.glob(str(path), recursive=True)), key=Path.as_posix)
+        files = [(match, [match] if match.is_file() else _files_below(match)) for match in matches]
+        if not any(below for _, below in files): raise UserError(f"{pattern}: no file here; give a file, a folder or a glob such as 'texts/**/*.txt'")
+        for match, below in files:
+            new: dict[Path, Path] = {}
+            for file in sorted(below, key=Path.as_posix):
+                if (place := file.resolve()) not in seen: new.setdefault(place, file)
+            seen |= new.keys()
+            found.append((match, list(new.values())))
+    return found
 
 def _files_below(folder: Path) -> list[Path]:
     if folder_kind(folder) == "corpus": return sorted(folder.glob("*.parquet")) # not its rejections and its report
@@ -136,16 +140,32 @@ def folder_kind(
 # %% ../nbs/00d_documents.ipynb #f769a785
 def corpus_files(
     patterns: Iterable[str] = (), # as in `list_inputs`; none: the standard library
-) -> list[Path]:                  # sorted, each file once
-    "The files of a corpus: those that are named, or the standard library's."
-    return list_inputs(patterns) if patterns else stdlib_files()
+) -> dict[Path, str]:             # each file once, and its name; sorted by name
+    "The files of a corpus, those that are given or the standard library's, by names that stay when the corpus is moved."
+    if not patterns: return {path: document_id(path) for path in stdlib_files()}
+    names: dict[Path, str] = {}
+    for place, files in _found(patterns): names |= _names_within(place, files, set(names.values()))
+    return dict(sorted(names.items(), key=lambda item: item[1]))
+
+def _names_within(place: Path, files: list[Path], taken: set[str]) -> dict[Path, str]: # from below the place on, or from further up
+    full = [Path(os.path.abspath(file)) for file in files]
+    for root in (above := Path(os.path.abspath(place if place.is_dir() else place.parent)), *above.parents):
+        names = [document_id(path) if path.is_relative_to(stdlib_folder()) else _own_name(path.relative_to(root).as_posix()) for path in full]
+        if taken.isdisjoint(names): break
+    return dict(zip(files, names))
+
+def named(
+    files: Mapping[Path, str] | Iterable[Path], # as from `corpus_files`, or without names
+) -> dict[Path, str]:                           # those names, or `document_id`'s
+    "Files with names."
+    return dict(files) if isinstance(files, Mapping) else {path: document_id(path) for path in map(Path, files)}
 
 # %% ../nbs/00d_documents.ipynb #9aa378fc
 def inputs_hash(
-    files: Iterable[Path], # the files of a corpus, in any order
-) -> str:                  # sha256, 64 hexadecimal digits
-    "Hash of the names and contents of files; where the standard library lies does not matter."
-    return hash_json(sorted([document_id(path), sha256_file(path)] for path in files))
+    files: Mapping[Path, str] | Iterable[Path], # as for `named`, in any order
+) -> str:                                       # sha256, 64 hexadecimal digits
+    "Hash of the names and contents of files; where a corpus lies does not matter."
+    return hash_json(sorted([name, sha256_file(path)] for path, name in named(files).items()))
 
 # %% ../nbs/00d_documents.ipynb #5b1bdcfd
 REASONS = ("empty", "not_utf8", "bad_json", "no_text", "too_long", "damaged") # why a document is left out
@@ -173,10 +193,11 @@ def clean_text(
 
 # %% ../nbs/00d_documents.ipynb #52f9ec99
 def read_text(
-    path: Path, # any text file, perhaps packed
+    path: Path,              # any text file, perhaps packed
+    name: str | None = None, # of the file within its corpus, else of `document_id`; so for all readers
 ) -> Iterator[Document | Skipped]: # exactly one
     "The document that a text file holds."
-    name = document_id(path)
+    name = name or document_id(path)
     try:
         with open(path, "rb") as file: data = unpack(file, path.name).read()
         yield Document(name, data.decode("utf-8"))
@@ -199,9 +220,10 @@ def document_from_row(
 # %% ../nbs/00d_documents.ipynb #157fdfb5
 def read_jsonl(
     path: Path, # JSON lines, perhaps packed
+    name: str | None = None, # as for `read_text`
 ) -> Iterator[Document | Skipped]: # one a line, from 1; a `damaged` for a stretch that damage took
     "The documents of a JSONL file; damage costs the packed unit that it hits, as `read_lines` has it."
-    name = document_id(path)
+    name = name or document_id(path)
     with open(path, "rb") as file:
         for number, line in enumerate(read_lines(file, path.name), start=1):
             where = f"{name}:{number}"
@@ -216,9 +238,10 @@ def _read_line(line: bytes, where: str) -> Document | Skipped:
 # %% ../nbs/00d_documents.ipynb #65e828b6
 def read_parquet(
     path: Path, # Parquet with a string column `text`
+    name: str | None = None, # as for `read_text`
 ) -> Iterator[Document | Skipped]: # one a row, from 1
     "The documents of a Parquet file; damage costs the rest of its row group; UserError where there is no `text` column."
-    name, number = document_id(path), 0
+    name, number = name or document_id(path), 0
     try:
         table = parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False, page_checksum_verification=True) # a piece of a row group in memory, not all of it
         columns = [column for column in ("id", "text", *OPTIONAL_FIELDS) if column in table.schema_arrow.names]
@@ -252,9 +275,10 @@ def _read_row(batch: pyarrow.RecordBatch, row: int, where: str) -> Document | Sk
 # %% ../nbs/00d_documents.ipynb #7a5a125d
 def read_tar(
     path: Path, # WebDataset's tar, compressed or not
+    name: str | None = None, # as for `read_text`
 ) -> Iterator[Document | Skipped]: # one a sample, its text from KEY.txt or the `text` of KEY.json; one `damaged` a stretch
     "The documents of a tar shard; a sample that damage left without its text is counted with the damage."
-    name, held, is_after_damage = document_id(path), None, False # held: no document, perhaps because of damage that follows
+    name, held, is_after_damage = name or document_id(path), None, False # held: no document, perhaps because of damage that follows
     with open(path, "rb") as file:
         for key, parts in _samples(read_members(file, path.name, (".txt", ".json"))):
             if held and key is not None: yield held
@@ -287,9 +311,10 @@ def _read_sample(parts: dict[str, bytes | str], where: str) -> Document | Skippe
 # %% ../nbs/00d_documents.ipynb #aa3eeacf
 def read_arrow(
     path: Path, # an Arrow IPC stream or file with a string column `text`
+    name: str | None = None, # as for `read_text`
 ) -> Iterator[Document | Skipped]: # one a row, from 1
     "The documents of an Arrow file; a truncated one gives what can be read and one `damaged`; UserError without `text`."
-    name, number = document_id(path), 0
+    name, number = name or document_id(path), 0
     try:
         with pyarrow.memory_map(str(path)) as source:
             for batch in _arrow_batches(source):
@@ -311,15 +336,15 @@ def _arrow_batches(source: pyarrow.MemoryMappedFile) -> Iterator[pyarrow.RecordB
 
 # %% ../nbs/00d_documents.ipynb #e1f7be8c
 def read_documents(
-    files: Iterable[Path], # as from `corpus_files`
+    files: Mapping[Path, str] | Iterable[Path], # as for `named`
     tally: Counter,        # gains read, kept, a count by reason of REASONS and by repair of REPAIRS
     *,
     may_be_empty: bool = False, # the files are a part of a corpus only
 ) -> Iterator[Document]:   # in the order of the files
     "Every readable document of the files; raises UserError where there is none in them."
-    files, kept, first = list(files), 0, None
-    for path in files:
-        for found in _read_file(Path(path)):
+    files, kept, first = named(files), 0, None
+    for path, name in files.items():
+        for found in _read_file(path, name):
             tally["read"] += 1
             if isinstance(found, Document) and not found.text.strip("\ufeff \t\r\n\f\v"): found = Skipped(found.id, "empty")
             if isinstance(found, Skipped):
@@ -335,12 +360,12 @@ def read_documents(
 
 READERS = {"jsonl": read_jsonl, "ndjson": read_jsonl, "parquet": read_parquet, "tar": read_tar, "tgz": read_tar, "arrow": read_arrow} # else `read_text`
 
-def _read_file(path: Path) -> Iterator[Document | Skipped]:
+def _read_file(path: Path, name: str) -> Iterator[Document | Skipped]:
     ending = re.sub(r"\.(gz|zst|bz2|xz)$", "", path.name.lower()).rpartition(".")[2]
     reader = READERS.get(ending, read_text)
     try: open(path, "rb").close()
     except OSError as error: raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-    return _never_nothing(reader(path), document_id(path))
+    return _never_nothing(reader(path, name), name)
 
 def _never_nothing(found: Iterator[Document | Skipped], name: str) -> Iterator[Document | Skipped]:
     number = 0
@@ -360,7 +385,7 @@ def cut_document(
 
 # %% ../nbs/00d_documents.ipynb #79e2a43b
 def must_cut(
-    files: Iterable[Path], # as from `corpus_files`
+    files: Mapping[Path, str] | Iterable[Path], # as for `named`
     fraction: float,       # share to hold out
 ) -> bool:                 # False as soon as both splits have a document
     "Whether the names alone would leave a split empty."
@@ -383,11 +408,11 @@ def cut_documents(
             yield from cut_document(document, fraction)
 
 def read_corpus(
-    files: Iterable[Path], # as from `corpus_files`
+    files: Mapping[Path, str] | Iterable[Path], # as for `named`
     fraction: float,       # share to hold out
     tally: Counter,        # as for `read_documents`; gains cut where documents had to be
 ) -> Iterator[Document]:   # tell the splits apart with `is_validation`
     "The documents of both splits; where the names alone would leave one empty, each document is cut."
-    files = list(files)
+    files = named(files)
     documents = read_documents(files, tally)
     yield from cut_documents(documents, fraction, tally) if must_cut(files, fraction) else documents

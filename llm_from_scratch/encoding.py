@@ -15,7 +15,7 @@ import shlex
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,7 +45,7 @@ class EncodeConfig(Section):
 # %% ../nbs/02aa_encoding.ipynb #3ab033a4
 def corpus_hashes(
     patterns: Sequence[str], # as in data.path
-    files: Sequence[Path],   # that they name
+    files: Mapping[Path, str], # that they name, of `corpus_files`
 ) -> tuple[str, dict[str, str]]: # hash of the whole; of each file, where a manifest knows it
     "What the inputs are; raises UserError where a corpus of ours lost or changed the size of a file."
     if len(patterns) != 1 or folder_kind(patterns[0]) != "corpus": return inputs_hash(files), {}
@@ -57,14 +57,14 @@ def corpus_hashes(
 # %% ../nbs/02aa_encoding.ipynb #e8864a47
 def make_plan(
     cfg: EncodeConfig,     # inputs, tokenizer, options
-    files: Sequence[Path], # that the inputs name
-) -> dict:                 # files (name and bytes) and options; plain JSON
+    files: Mapping[Path, str], # that the inputs name, of `corpus_files`
+) -> dict:                 # files (path and bytes), their names within the corpus, options; plain JSON
     "All that decides the result; raises UserError where the inputs or the tokenizer can't be read."
     tokenizer = Tokenizer.load(cfg.tokenizer.path).fingerprint if cfg.tokenizer.path else cfg.tokenizer.model_dump(exclude={"path"})
     corpus, hashes = corpus_hashes(cfg.data.path, files)
     options = {"corpus": corpus, "tokenizer": tokenizer, "cut": must_cut(files, cfg.data.val_fraction),
                **cfg.data.model_dump(include={"val_fraction", "shard_tokens", "dtype"})}
-    return {"files": [[path.as_posix(), path.stat().st_size] for path in files], "options": options, "hashes": hashes}
+    return {"files": [[path.as_posix(), path.stat().st_size] for path in files], "names": {path.as_posix(): name for path, name in files.items()}, "options": options, "hashes": hashes}
 
 # %% ../nbs/02aa_encoding.ipynb #5ad8229d
 def check_plan(
@@ -84,7 +84,7 @@ def plan_tasks(
     "The tasks of a job, from names and sizes."
     deciding = {name: value for name, value in plan["options"].items() if name != "corpus"} | {"tokenizer": fingerprint}
     hashes = [{name: plan["hashes"][name] for name, _ in group if name in plan["hashes"]} for group in group_files(plan["files"])]
-    return [Task(f"{number:05d}", {"files": group, "hashes": hashes[number], **deciding}) for number, group in enumerate(group_files(plan["files"]))]
+    return [Task(f"{number:05d}", {"files": group, "names": [plan["names"][name] for name, _ in group], "hashes": hashes[number], **deciding}) for number, group in enumerate(group_files(plan["files"]))]
 
 # %% ../nbs/02aa_encoding.ipynb #52a0ea4b
 def check_unchanged(
@@ -107,7 +107,7 @@ def encode_group(
     tokenizer, reading = Tokenizer.load(folder.parent.parent / "tokenizer"), Counter()
     if tokenizer.fingerprint != payload["tokenizer"]: raise UserError(f"{folder.parent.parent}/tokenizer: is {tokenizer.fingerprint[:12]}, planned was {payload['tokenizer'][:12]}")
     cfg = DataConfig(**{name: payload[name] for name in ("val_fraction", "shard_tokens", "dtype")})
-    documents = read_documents([Path(name) for name, _ in payload["files"]], reading, may_be_empty=True)
+    documents = read_documents({Path(path): name for (path, _), name in zip(payload["files"], payload["names"])}, reading, may_be_empty=True)
     if payload["cut"]: documents = cut_documents(documents, cfg.val_fraction, reading)
     writers = fill_writers(documents, tokenizer, folder, cfg=cfg, reading=reading, num_threads=1)
     for writer in writers.values(): writer.close_shard()
@@ -197,7 +197,7 @@ def join_tasks(
 # %% ../nbs/02aa_encoding.ipynb #f1aed422
 def prepare_tokenizer(
     cfg: EncodeConfig,     # a tokenizer's path, or how to train one
-    files: Sequence[Path], # of the corpus
+    files: Mapping[Path, str], # of the corpus, of `corpus_files`
     plan: dict,            # of `make_plan`
     folder: Path,          # holds it afterwards
 ) -> Tokenizer:

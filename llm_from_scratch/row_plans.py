@@ -51,9 +51,9 @@ def whole_rows(
 
 class WholeRows(Spans):
     "One stretch a row, all of one length: what most batches are, and read without looking at rows and columns."
-    used = property(lambda self: {shard for shard, _ in self.places}, doc="Shards that are read.")
+    used = property(lambda self: set(self.places[0]), doc="Shards that are read.")
     @cached_property
-    def places(self) -> list[tuple[int, int]]: return list(zip(self.shards.tolist(), self.starts.tolist()))
+    def places(self) -> tuple[list[int], list[int]]: return self.shards.tolist(), self.starts.tolist()
     def filled(self, num_rows: int) -> np.ndarray | None: return None if num_rows == len(self.shards) else super().filled(num_rows)
 
 @lru_cache(64)
@@ -191,8 +191,8 @@ def read_rows(
         length = out.shape[1]
         if isinstance(shards, Maps):
             windows = shards.windows(length)
-            rows = [windows[shard][start] for shard, start in spans.places]
-        else: rows = [shards[shard][start:start + length] for shard, start in spans.places]
+            rows = [windows[shard][start] for shard, start in zip(*spans.places)]
+        else: rows = [shards[shard][start:start + length] for shard, start in zip(*spans.places)]
         if rows: np.concatenate(rows, out=out[:len(rows)].reshape(-1, copy=False))
     else:
         for row, column, shard, start, length in spans: out[row, column:column + length] = shards[shard][start:start + length]
@@ -292,9 +292,9 @@ def deal_tickets(
     positions = range(position, min(position + BLOCK * step, len(order)), step)
     rows = np.stack([rank_rows(order, at, batch_size=batch_size, rank=rank, world_size=world_size) for at in positions])
     shards, starts = plan.locate(np.maximum(rows, 0))
-    for at, ids, *stored, places in zip(positions, rows, shards, starts, map(zip, shards.tolist(), starts.tolist())):
+    for at, ids, *stored, places in zip(positions, rows, shards, starts, zip(shards.tolist(), starts.tolist())):
         spans = WholeRows(frame[0], frame[1], *stored, frame[2])
-        spans.places = list(places)
+        spans.places = places
         tickets[at] = Ticket(ids, plan.seq_len, min(at + step, len(order)), spans if ids[-1] != FILLER else None)
     return tickets
 

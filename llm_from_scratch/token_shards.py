@@ -375,7 +375,7 @@ def shards_key(
 def cached_shards(
     cfg: DataConfig,        # val_fraction, shard_tokens, dtype
     tokenizer: Tokenizer,   # encodes, the first time
-    files: Sequence[Path],  # the corpus, as from `documents.corpus_files`
+    files: Mapping[Path, str] | Iterable[Path], # the corpus, as for `documents.named`
     split: str,             # "train" or "val"
     cache_dir: str | Path,  # root of the cache
 ) -> TokenShards:

@@ -176,6 +176,43 @@ def test_the_inputs_hash_ignores_where_the_library_lies(tmp_path, monkeypatch):
     assert hashes[0] == hashes[1]
 
 
+def test_a_corpus_that_is_moved_keeps_its_names_and_its_split(tmp_path, monkeypatch):
+    for place in ("here", "there/deep"):
+        for number in range(60):
+            file = tmp_path / place / "texts" / f"{number % 3}" / f"{number}.txt"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(f"page {number}\n" * 20)
+        (tmp_path / place / "texts" / "lines.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    monkeypatch.chdir(tmp_path / "here")
+    asked = ["texts", "./texts/", str(tmp_path / "here" / "texts"), "../there/deep/texts"]
+    found = [d.corpus_files([name]) for name in asked]
+    assert {d.inputs_hash(files) for files in found} == {d.inputs_hash(found[0])}
+    ids = [[document.id for document in d.read_corpus(files, 0.2, Counter())] for files in found]
+    assert ids[0] == ids[1] == ids[2] == ids[3] and "0/3.txt" in ids[0] and "lines.jsonl:2" in ids[0]
+    assert 2 < sum(d.is_validation(name, 0.2) for name in ids[0]) < 40
+    (tmp_path / "here" / "texts").rename(tmp_path / "here" / "renamed")
+    assert d.inputs_hash(d.corpus_files(["renamed"])) == d.inputs_hash(found[3])
+
+
+def test_one_name_in_two_folders(tmp_path):
+    for name in ["a/1.txt", "b/1.txt", "b/2.txt", "c/b/1.txt", "c/b/2.txt"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    names = lambda *given: {path.relative_to(tmp_path).as_posix(): name for path, name in d.corpus_files([str(tmp_path / part) for part in given]).items()}
+    assert names("a") == {"a/1.txt": "1.txt"}
+    assert names("a", "b") == {"a/1.txt": "1.txt", "b/1.txt": "b/1.txt", "b/2.txt": "b/2.txt"}
+    assert names("a", "b", "c/b") == {**names("a", "b"), "c/b/1.txt": "c/b/1.txt", "c/b/2.txt": "c/b/2.txt"}
+    assert names("*/1.txt") == names("a/1.txt", "b/1.txt") == {"a/1.txt": "1.txt", "b/1.txt": "b/1.txt"}
+    assert names("a", "a/1.txt", "*/1.txt") == names("a", "b/1.txt")
+    assert len(set(names(".").values())) == 5
+
+
+def test_the_library_has_its_names_however_it_is_given():
+    folder = str(d.stdlib_folder() / "json")
+    assert set(d.corpus_files([folder]).values()) > {"json/decoder.py", "json/__init__.py"}
+    assert set(d.corpus_files([f"{folder}/*.py"]).values()) < set(d.corpus_files().values())
+
+
 def test_the_inputs_hash_sees_names_and_bytes(tmp_path):
     paths = [tmp_path / name for name in ("a", "b")]
     for path in paths:

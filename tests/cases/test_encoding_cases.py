@@ -188,7 +188,7 @@ def test_data_1_an_id_outside_the_vocabulary_names_shard_and_document(monkeypatc
     manifest["extra"]["shards"][0]["max_id"] = 999
     del manifest["hash"]
     (folder / "manifest.json").write_text(json.dumps({**manifest, "hash": hash_json(manifest)}))
-    with pytest.raises(UserError, match="shard 00000 holds id 999, outside the vocabulary of 300, in document texts/page-") as error:
+    with pytest.raises(UserError, match="shard 00000 holds id 999, outside the vocabulary of 300, in document page-") as error:
         open_shards(folder)
     assert "at token" in str(error.value)
 

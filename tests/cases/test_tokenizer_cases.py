@@ -280,7 +280,7 @@ def test_two_processes_train_once(tmp_path):
 
 
 def test_a_prompt_that_ends_in_a_space_is_cut_as_in_training():
-    texts = [document.text for document in read_documents(corpus_files()[:150], tk.Counter())]
+    texts = [document.text for document in read_documents(list(corpus_files())[:150], tk.Counter())]
     tokenizer = Tokenizer(train_model(texts, vocab_size=1500))
     prompt = tokenizer.encode("def ")
     found = [tokenizer.encode("def " + rest[:20])[:len(prompt)] == prompt for text in texts for rest in text.split("def ")[1:]]
