@@ -2,6 +2,8 @@
 
 import logging
 import os
+import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,16 @@ def has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    "What a test draws does not depend on those that ran before it in the same process."
+    random.seed(0)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 @pytest.fixture
