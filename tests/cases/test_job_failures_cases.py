@@ -63,12 +63,6 @@ def test_a_clock_that_goes_on_is_silent(tmp_path):
     assert "by 9 s" in distributed_failures.clock_skew(log(tmp_path / "back", *[{"message": "validation", "time": time} for time in (times[3], times[0])])).evidence
 
 
-def test_training_leaves_word_of_a_port_that_is_taken(tmp_path):
-    "The command itself, one rank of two, is exercised in the slow test; here the same call."
-    run = distributed_failures.take_port(tmp_path / "run")
-    assert [one.rule.name for one in diagnose(run)] == ["port-taken"]
-
-
 @pytest.mark.slow
 def test_the_command_leaves_word_of_ranks_that_never_met(tmp_path):
     root = Path(__file__).resolve().parents[2]
@@ -77,14 +71,6 @@ def test_the_command_leaves_word_of_ranks_that_never_met(tmp_path):
     done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and "could not meet" in done.stderr
     assert [one.rule.name for one in diagnose(tmp_path / "run")] == ["stale-rank-variables"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in OURS if FAILURES[name].is_slow])
-def test_failures_of_several_processes_are_diagnosed(name, tmp_path):
-    (tmp_path / "home").mkdir()
-    found = diagnose(FAILURES[name].make(tmp_path / "home" / "run"))
-    assert name in [one.rule.name for one in found]
 
 
 def test_a_run_that_goes_on_is_not_called_dead(tmp_path):

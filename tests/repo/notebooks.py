@@ -7,6 +7,7 @@ import ast
 import json
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -15,6 +16,12 @@ EXPORT_FLAGS = {"export", "exports", "exporti"}
 SKIP_FLAGS = {"slow", "cuda", "data", "distributed"}
 CLOSING = "## What can go wrong"
 EXPECTATIONS = {"expect_fail", "ExceptionExpected"}
+
+
+@lru_cache(maxsize=256)  # more than a notebook has cells
+def parse(code: str) -> ast.Module:
+    "Read by many checks, changed by none."
+    return ast.parse(code)
 
 
 @dataclass
@@ -55,7 +62,7 @@ class Cell:
         return [line for line in self.code.splitlines() if line.strip()]
 
     def tree(self) -> ast.Module:
-        return ast.parse(self.code)
+        return parse(self.code)
 
 
 @dataclass
