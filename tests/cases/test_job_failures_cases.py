@@ -54,6 +54,7 @@ def metrics(run: Path, seconds) -> Evidence:
 
 def test_a_busy_machine_is_no_slow_link(tmp_path):
     assert distributed_failures.all_reduce_slowed(metrics(tmp_path / "busy", [(0.1, 0.1)] * 10 + [(0.5, 0.4)] * 10)) is None
+    assert distributed_failures.all_reduce_slowed(metrics(tmp_path / "crowded", [(0.1, 0.1)] * 10 + [(0.5, 0.1), (0.1, 0.1), (0.5, 0.1)] * 4)) is None
     assert distributed_failures.all_reduce_slowed(metrics(tmp_path / "link", [(0.1, 0.1)] * 10 + [(0.5, 0.1)] * 10)).step == 11
 
 

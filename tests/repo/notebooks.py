@@ -24,6 +24,11 @@ def parse(code: str) -> ast.Module:
     return ast.parse(code)
 
 
+@lru_cache(maxsize=256)
+def nodes_of(code: str) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(parse(code)))
+
+
 @dataclass
 class Cell:
     index: int
@@ -63,6 +68,9 @@ class Cell:
 
     def tree(self) -> ast.Module:
         return parse(self.code)
+
+    def nodes(self) -> tuple[ast.AST, ...]:
+        return nodes_of(self.code)
 
 
 @dataclass
@@ -132,13 +140,13 @@ def is_assertion(node: ast.AST) -> bool:
 
 def idle_expectations(cell: Cell) -> list[str]:
     "Calls of a context manager that stand outside a `with`, and so check nothing."
-    nodes = list(ast.walk(cell.tree()))
+    nodes = cell.nodes()
     entered = {id(node.context_expr) for node in nodes if isinstance(node, ast.withitem)}
     return [called_name(node) for node in nodes if called_name(node) in EXPECTATIONS and id(node) not in entered]
 
 
 def count_assertions(cell: Cell) -> int:
-    return sum(is_assertion(node) for node in ast.walk(cell.tree()))
+    return sum(is_assertion(node) for node in cell.nodes())
 
 
 def definitions(cell: Cell) -> list[ast.AST]:
