@@ -284,7 +284,7 @@ def drift_apart(
 ) -> Path:
     "Change one weight on rank 1 by a thousandth."
     run, codes = practice_ranks(folder, broken="after(5, lambda training: next(training.model.parameters()).data[0, 0].add_(1e-3), rank=1)")
-    assert codes == [1, 1], codes
+    assert codes == [5, 5], codes # as after any collective that broke off: a launcher may start again
     return run
 
 # %% ../nbs/08c_distributed_failures.ipynb #c88ad626
@@ -317,17 +317,17 @@ SLOWER_COMM, COMM_SHARE = 3.0, 0.3 # times the best stretch's seconds a byte; sh
 def all_reduce_slowed(
     evidence: Evidence, # of a run
 ) -> Finding | None:
-    "Communication that costs several times its best stretch."
+    "Communication whose quickest steps, too, cost several times its best stretch: on a crowded machine single ones do."
     rows = [row for row in evidence.metrics if row.get("comm_bytes")][1:]
     if len(rows) < 9: return None
     costs, width = np.array([row["comm_seconds"] / row["comm_bytes"] for row in rows]), max(3, len(rows) // 4)
     rest = np.array([row["comm_seconds"] * (1 / row["comm_share"] - 1) for row in rows]) # of the steps, in seconds
     stretches = np.array([np.median(costs[first:first + width]) for first in range(len(costs) - width + 1)])
     best, share = int(stretches.argmin()), float(np.median([row["comm_share"] for row in rows[-width:]]))
-    ratio, others = stretches[-1] / stretches[best], max(1.0, np.median(rest[-width:]) / np.median(rest[best:best + width]))
+    ratio, others = np.quantile(costs[-width:], 0.1) / stretches[best], max(1.0, np.median(rest[-width:]) / np.median(rest[best:best + width]))
     if ratio < SLOWER_COMM * others or share < COMM_SHARE: return None
     first = rows[int(np.argmax(costs > SLOWER_COMM * stretches[best]))]["step"]
-    return Finding(f"a byte takes {ratio:.1f} times as long as in the run's best stretch, the rest of a step {others:.1f} times; communication is {share:.0%} of the last steps", "likely", first)
+    return Finding(f"a byte takes at least {ratio:.1f} times as long as in the run's best stretch, the rest of a step {others:.1f} times; communication is {share:.0%} of the last steps", "likely", first)
 
 # %% ../nbs/08c_distributed_failures.ipynb #e9cd7d22
 @failure("all-reduce-slowed", is_slow=True)

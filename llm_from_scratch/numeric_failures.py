@@ -39,7 +39,7 @@ def overflow_fp16(
     folder: Path, # gets the run
 ) -> Path:
     "First weights so large that the MLP's products overflow."
-    run = practice_run(folder, {"train": dict(dtype="fp16", loss_scale=8), "model": dict(init_std=30.0)})
+    run = practice_run(folder, {"train": dict(dtype="fp16", loss_scale=8, steps=4), "model": dict(init_std=30.0)})
     assert not_finite(Evidence(run))
     return run
 
@@ -159,7 +159,7 @@ def clip_too_early(
         distributed.unscale_gradients(engine.model, engine.scaler.scale)
         engine.optimizer.step()
         return norm
-    run = practice_run(folder, {"train": dict(dtype="fp16")}, patches=(mock.patch.object(distributed.Engine, "step", step),))
+    run = practice_run(folder, {"train": dict(dtype="fp16", steps=4)}, patches=(mock.patch.object(distributed.Engine, "step", step),))
     assert np.median(Evidence(run).column("grad_norm")[1]) > 1000
     return run
 

@@ -136,12 +136,14 @@ def global_batch_too_small(
     evidence: Evidence, # of a run
 ) -> Finding | None:
     "Fewer tokens a step than rows times their length."
-    config, (steps, tokens) = evidence.config, evidence.column("tokens")
-    if not config or len(steps) < 4 or (evidence.json("fuse.json") or {}).get("kept", 1) < 1: return None # the fuse cut it
-    planned, counted = config.train.global_batch * config.train.seq_len, float(np.median(np.diff(tokens) / np.diff(steps)))
+    config, (steps, tokens), fuse = evidence.config, evidence.column("tokens"), evidence.json("fuse.json") or {}
+    whole = steps > max((event["step"] for event in fuse.get("events", ()) if "cut" in event["actions"]), default=0) # since the fuse's last cut
+    if not config or whole.sum() < 4: return None
+    ranks = (evidence.records("start") or [{}])[-1].get("ranks", 1)
+    rows = ranks * max(1, int(config.train.global_batch // ranks * fuse.get("kept", 1))) # as the fuse counts them
+    planned, counted = rows * config.train.seq_len, float(np.median(np.diff(tokens[whole]) / np.diff(steps[whole])))
     if counted > 0.75 * planned or counted == 0: return None
-    ranks = (evidence.records("start") or [{}])[-1].get("ranks", "unknown")
-    return Finding(f"a step counts {counted:,.0f} tokens, planned are {config.train.global_batch} rows x {config.train.seq_len} = {planned:,}: 1/{planned / counted:.3g} of it, on {ranks} ranks with micro-batches of {config.train.micro_batch}", "certain", int(steps[0]))
+    return Finding(f"a step counts {counted:,.0f} tokens, planned are {rows} rows x {config.train.seq_len} = {planned:,}: 1/{planned / counted:.3g} of it, on {ranks} ranks with micro-batches of {config.train.micro_batch}", "certain", int(steps[whole][0]))
 
 # %% ../nbs/08ba_resource_failures.ipynb #8ba86163
 @failure("memory-leak")

@@ -99,10 +99,10 @@ def forget_scaler(
     "Train in fp16 with a start scale that overflows, and save everything but the scaler; then resume."
     distributed = import_module("llm_from_scratch.distributed")
     forgetful = partial(_without_scaler, distributed.engine_state)
-    sections = {"train": dict(dtype="fp16", steps=6, loss_scale=2.0**21), "checkpoint": dict(every_steps=3), "eval": dict(every_steps=3)}
+    sections = {"train": dict(dtype="fp16", steps=3, loss_scale=2.0**20), "checkpoint": dict(every_steps=3), "eval": dict(every_steps=3)}
     with mock.patch.object(distributed, "engine_state", forgetful):
         run = practice_run(folder, sections)
-        practice_run(folder, {**sections, "train": {**sections["train"], "steps": 9}}, resume="auto")
+        practice_run(folder, {**sections, "train": {**sections["train"], "steps": 8}}, resume="auto")
     assert Evidence(run).state(Evidence(run).checkpoints[-1])["engine"]["scaler"] is None
     return run
 

@@ -3,7 +3,9 @@
 import logging
 import os
 import random
+import runpy
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,23 @@ def pytest_runtest_setup(item):
         numpy.random.seed(0)
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    "`python -m llm_from_scratch.MODULE ARGUMENT...` without the seconds of a process of its own: exit code, standard output, standard error."
+
+    def run(module, *arguments):
+        import llm_from_scratch
+
+        monkeypatch.setattr(sys, "argv", [module, *map(str, arguments)])
+        monkeypatch.setattr(llm_from_scratch, "_end", [])
+        with warnings.catch_warnings(), pytest.raises(SystemExit) as ended:
+            warnings.simplefilter("ignore", RuntimeWarning)  # that the module was imported before
+            runpy.run_module(f"llm_from_scratch.{module}", run_name="__main__", alter_sys=True)
+        return ended.value.code, *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture

@@ -228,10 +228,9 @@ def test_the_command_refuses_where_programs_cannot_be_isolated(run_dir, monkeypa
         main(["code", str(run_dir), "--limit", "1"])
 
 
-@pytest.mark.slow
-def test_command_errors_are_one_line_with_exit_code_2(tmp_path):
-    result = subprocess.run([sys.executable, "-m", "llm_from_scratch.eval", "code", str(tmp_path)], capture_output=True, text=True, timeout=600)
-    assert (result.returncode, result.stderr.count("\n")) == (2, 1) and "is not a run" in result.stderr
+def test_command_errors_are_one_line_with_exit_code_2(command, tmp_path):
+    code, _, err = command("eval", "code", tmp_path)
+    assert (code, err.count("\n")) == (2, 1) and "is not a run" in err
 
 
 @pytest.mark.slow

@@ -1,8 +1,6 @@
 "Predictions of memory, time and price, and what a user can get wrong on the way to them."
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -71,7 +69,6 @@ def test_a_run_of_too_few_steps_cannot_be_calibrated(tmp_path):
     with pytest.raises(UserError, match="too few"): main(["--calibrate", str(tmp_path)])
 
 
-@pytest.mark.slow
-def test_the_command_ends_with_two():
-    result = subprocess.run([sys.executable, "-m", "llm_from_scratch.cost", "--tokens", "nan"], capture_output=True, text=True, timeout=300)
-    assert result.returncode == 2 and result.stderr.startswith("error: --tokens 'nan'") and result.stderr.count("\n") == 1
+def test_the_command_ends_with_two(command):
+    code, _, err = command("cost", "--tokens", "nan")
+    assert code == 2 and err.startswith("error: --tokens 'nan'") and err.count("\n") == 1

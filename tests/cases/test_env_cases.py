@@ -102,16 +102,14 @@ def test_dist_7_variables_that_contradict_each_other_are_refused(change):
         env.read_ranks(EIGHT_RANKS | change)
 
 
-def test_command_prints_json_and_names_the_nearest_option():
-    done = subprocess.run([sys.executable, "-m", "llm_from_scratch.env", "--json"], env=clean_environment(),
-                          capture_output=True, text=True, timeout=60)
-    report = json.loads(done.stdout)
+def test_command_prints_json_and_names_the_nearest_option(command, monkeypatch):
+    for name in os.environ.keys() - clean_environment().keys():
+        monkeypatch.delenv(name)
+    code, out, _ = command("env", "--json")
+    report = json.loads(out)
     assert report["fingerprint"] == env.environment_fingerprint(report["environment"])
-    assert done.returncode == (2 if any(c["hard"] and not c["ok"] for c in report["checks"]) else 0)
-    done = subprocess.run([sys.executable, "-m", "llm_from_scratch.env", "--foldr", "."], env=clean_environment(),
-                          capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert done.stderr.strip() == "error: unrecognized arguments: --foldr .; did you mean --folder?"
+    assert code == (2 if any(c["hard"] and not c["ok"] for c in report["checks"]) else 0)
+    assert command("env", "--foldr", ".") == (2, "", "error: unrecognized arguments: --foldr .; did you mean --folder?\n")
 
 
 def test_fingerprint_ignores_the_host_and_sees_the_code():

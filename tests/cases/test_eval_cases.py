@@ -4,8 +4,6 @@ import ast
 import inspect
 import json
 import math
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -308,12 +306,11 @@ def test_command_refuses_a_run_without_a_checkpoint(run_dir, tmp_path):
         main(["--run-dir", str(tmp_path), "--text", str(text)])
 
 
-def test_command_errors_are_one_line_with_exit_code_2(tmp_path):
+def test_command_errors_are_one_line_with_exit_code_2(command, tmp_path):
     (tmp_path / "text.txt").write_text("some words\n")
-    command = [sys.executable, "-m", "llm_from_scratch.eval", "--run-dir", str(tmp_path / "nowhere"), "--text", str(tmp_path / "text.txt")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.count("\n") == 1 and "nowhere" in done.stderr
+    code, out, err = command("eval", "--run-dir", tmp_path / "nowhere", "--text", tmp_path / "text.txt")
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1 and "nowhere" in err
 
 
 @pytest.mark.parametrize(

@@ -434,9 +434,9 @@ def test_command_names_what_is_wrong(arguments, complaint):
         main(arguments)
 
 
-def test_command_errors_are_one_line_with_exit_code_2(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "llm_from_scratch.export", "hf", str(tmp_path / "nowhere"), str(tmp_path / "out")], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+def test_command_errors_are_one_line_with_exit_code_2(command, tmp_path):
+    code, out, err = command("export", "hf", tmp_path / "nowhere", tmp_path / "out")
+    assert (code, out, err.count("\n")) == (2, "", 1)
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,6 @@
 "Sampling, the cache, batches and streaming: EVAL-5..7, MOD-8, TOK-10, and the command's errors."
 
 import math
-import os
-import subprocess
 import sys
 
 import pytest
@@ -313,11 +311,10 @@ def test_command_refuses_an_answer_beyond_the_window(run_dir):
         main(["--run-dir", str(run_dir), "--prompt", "def f", "--max-new-tokens", "100"])
 
 
-def test_command_errors_are_one_line_with_exit_code_2(tmp_path):
-    command = [sys.executable, "-m", "llm_from_scratch.generate", "--run-dir", str(tmp_path / "nowhere"), "--prompt", "x"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.count("\n") == 1 and "nowhere" in done.stderr
+def test_command_errors_are_one_line_with_exit_code_2(command, tmp_path):
+    code, out, err = command("generate", "--run-dir", tmp_path / "nowhere", "--prompt", "x")
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1 and "nowhere" in err
 
 
 @pytest.mark.parametrize(
@@ -342,13 +339,13 @@ def test_command_refuses_a_run_without_a_checkpoint(tmp_path):
         main(["--run-dir", str(tmp_path), "--prompt", "x"])
 
 
-@pytest.mark.slow
-def test_a_closed_or_binary_standard_input_is_one_line(run_dir):
-    command = f"{sys.executable} -m llm_from_scratch.generate --run-dir {run_dir} --prompt -"
-    for redirection in ("<&-", f"< {run_dir / 'checkpoints' / 'step_00000007' / 'model.safetensors'}"):
-        done = subprocess.run(f"{command} {redirection}", shell=True, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONUTF8": "1", "PYTHONIOENCODING": "utf-8:strict"})
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-        assert done.stderr.startswith("error: --prompt - reads standard input, which is closed or not UTF-8")
+def test_a_closed_or_binary_standard_input_is_one_line(command, run_dir, monkeypatch):
+    with open(run_dir / "checkpoints" / "step_00000007" / "model.safetensors", encoding="utf-8") as binary:
+        for given in (None, binary):  # what Python makes of `<&-` is None
+            monkeypatch.setattr(sys, "stdin", given)
+            code, _, err = command("generate", "--run-dir", run_dir, "--prompt", "-")
+            assert (code, err.count("\n")) == (2, 1), err
+            assert err.startswith("error: --prompt - reads standard input, which is closed or not UTF-8")
 
 
 def test_healing_looks_at_the_end_of_a_long_prompt_only(tokenizer, monkeypatch):

@@ -87,12 +87,10 @@ def test_live_and_static_pages_show_the_same_pictures(tmp_path):
             assert server.view.picture(name) == kept.read_bytes(), name
 
 
-@pytest.mark.slow
-def test_a_folder_that_is_not_there_is_one_line(tmp_path):
-    command = [sys.executable, "-m", "llm_from_scratch.monitoring", "serve", str(tmp_path / "gone")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 2 and result.stdout == ""
-    assert len(result.stderr.splitlines()) == 1 and "no such folder" in result.stderr
+def test_a_folder_that_is_not_there_is_one_line(command, tmp_path):
+    code, out, err = command("monitoring", "serve", tmp_path / "gone")
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1 and "no such folder" in err
 
 
 @pytest.mark.slow

@@ -2,8 +2,6 @@ import multiprocessing
 import os
 import pickle
 import random
-import subprocess
-import sys
 
 import pytest
 import sentencepiece
@@ -310,6 +308,5 @@ def test_a_mistake_in_a_command_is_one_line(args, words):
     assert "\n" not in str(error.value)
 
 
-def test_a_mistake_ends_the_process_with_exit_code_2():
-    done = subprocess.run([sys.executable, "-m", "llm_from_scratch.tokenizer", "info", "nowhere"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and done.stderr.strip() == "error: nowhere: no tokenizer here"
+def test_a_mistake_ends_the_process_with_exit_code_2(command):
+    assert command("tokenizer", "info", "nowhere") == (2, "", "error: nowhere: no tokenizer here\n")

@@ -72,7 +72,7 @@ def opening_misses(nb: Notebook) -> list[str]:
 def import_misses(cell: Cell) -> list[str]:
     imports = (ast.Import, ast.ImportFrom)
     tree = cell.tree()
-    inside = any(isinstance(node, imports) for node in (tree.body if cell.is_exported else ast.walk(tree)))
+    inside = any(isinstance(node, imports) for node in (tree.body if cell.is_exported else cell.nodes()))
     if inside and not all(isinstance(node, imports) for node in tree.body):
         return [f"cell {cell.index}: an import and something else in one cell (the docs build would run it)"]
     return []
@@ -84,7 +84,7 @@ def code_misses(nb: Notebook) -> list[str]:
         misses += import_misses(cell)
         if cell.is_exported and len(cell.lines) > MAX_CELL_LINES:
             misses.append(f"cell {cell.index}: exported, {len(cell.lines)} lines, at most {MAX_CELL_LINES}")
-        for node in ast.walk(cell.tree()):
+        for node in cell.nodes():
             if not isinstance(node, FUNCTIONS):
                 continue
             is_triton = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)

@@ -7,6 +7,7 @@ import ast
 import json
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -15,6 +16,17 @@ EXPORT_FLAGS = {"export", "exports", "exporti"}
 SKIP_FLAGS = {"slow", "cuda", "data", "distributed"}
 CLOSING = "## What can go wrong"
 EXPECTATIONS = {"expect_fail", "ExceptionExpected"}
+
+
+@lru_cache(maxsize=256)  # more than a notebook has cells
+def parse(code: str) -> ast.Module:
+    "Read by many checks, changed by none."
+    return ast.parse(code)
+
+
+@lru_cache(maxsize=256)
+def nodes_of(code: str) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(parse(code)))
 
 
 @dataclass
@@ -55,7 +67,10 @@ class Cell:
         return [line for line in self.code.splitlines() if line.strip()]
 
     def tree(self) -> ast.Module:
-        return ast.parse(self.code)
+        return parse(self.code)
+
+    def nodes(self) -> tuple[ast.AST, ...]:
+        return nodes_of(self.code)
 
 
 @dataclass
@@ -125,13 +140,13 @@ def is_assertion(node: ast.AST) -> bool:
 
 def idle_expectations(cell: Cell) -> list[str]:
     "Calls of a context manager that stand outside a `with`, and so check nothing."
-    nodes = list(ast.walk(cell.tree()))
+    nodes = cell.nodes()
     entered = {id(node.context_expr) for node in nodes if isinstance(node, ast.withitem)}
     return [called_name(node) for node in nodes if called_name(node) in EXPECTATIONS and id(node) not in entered]
 
 
 def count_assertions(cell: Cell) -> int:
-    return sum(is_assertion(node) for node in ast.walk(cell.tree()))
+    return sum(is_assertion(node) for node in cell.nodes())
 
 
 def definitions(cell: Cell) -> list[ast.AST]:
