@@ -17,6 +17,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
+_begun = os.getpid(), os.getppid()  # a launcher may die in the seconds before its worker can ask to be told; see distributed.watch_launcher
+
 _end = []  # of a command: empty while it runs, [None] while it says how it ended, [exit code] once that is said
 
 

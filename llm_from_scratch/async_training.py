@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 # %% ../nbs/05a_async_training.ipynb #56a4384d
 import torch
@@ -90,6 +91,9 @@ def take_gradients(
     return pack([torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights])
 
 # %% ../nbs/05a_async_training.ipynb #5da385c2
+def _require_alone(engine: Engine): # else DDP waits in backward for ranks that are elsewhere
+    if engine.wrapped is not engine.model: raise UserError("this engine averages gradients over the ranks itself: prepare one with ranks=Ranks()")
+
 class LocalSGD:
     "Steps alone; every so often the ranks average what they moved. Used like an `Engine`; DiLoCo with its defaults."
 
@@ -102,7 +106,9 @@ class LocalSGD:
         outer_lr: float = 0.7,       # share of the average move that is taken; DiLoCo's
         outer_momentum: float = 0.9, # Nesterov's; 0 and rate 1 is plain averaging
     ):
-        if every_steps < 1: raise UserError(f"every_steps {every_steps}: ranks must meet after at least 1 step")
+        if not every_steps >= 1 or every_steps % 1: raise UserError(f"every_steps {every_steps}: ranks must meet after at least 1 step, a whole number of them")
+        if not (0 < outer_lr < math.inf and 0 <= outer_momentum < 1): raise UserError(f"outer_lr {outer_lr} must be above 0, and outer_momentum {outer_momentum} from 0 to below 1")
+        _require_alone(engine)
         self.engine, self.group, self.every_steps = engine, group, every_steps
         self.weights = list(trainable(engine.model).values())
         flat = pack(self.weights)
@@ -193,7 +199,7 @@ class StalenessGate:
         workers: list[int], # ranks
         bound: int,         # steps that one may be ahead; 0: nobody begins a step before all have done the last
     ):
-        if bound < 0: raise UserError(f"a staleness bound of {bound} lets nobody step; use 0 or more")
+        if not bound >= 0: raise UserError(f"a staleness bound of {bound} lets nobody step; use 0 or more")
         self.bound, self.clocks, self.changed = bound, dict.fromkeys(workers, 0), threading.Condition()
 
     def advance(self,
@@ -246,6 +252,8 @@ class ParameterServer:
         bound: int = 4,           # steps that a worker may be ahead of the slowest one
         before_update: Callable[[int], None] = lambda update: None, # such as setting the learning rate
     ):
+        _require_alone(engine)
+        if engine.scaler or group.rank(): raise UserError("a parameter server is rank 0 of its group, and can't train in fp16; use bf16 or fp32")
         self.engine, self.group, self.before_update = engine, group, before_update
         self.gate = StalenessGate(list(range(1, group.size())), bound)
         self.weights = list(trainable(engine.model).values())
@@ -256,7 +264,8 @@ class ParameterServer:
         self.lock = threading.Lock()
 
     def serve(self) -> None:
-        "Until every worker is done or lost; raises what went wrong here."
+        "Until every worker is done or lost; raises what went wrong here, and UserError without workers."
+        if not self.gate.clocks: raise UserError("a parameter server without workers would do nothing: start 2 ranks or more")
         with ThreadPoolExecutor(len(self.gate.clocks)) as threads:
             list(threads.map(lambda worker: serve_worker(self, worker), list(self.gate.clocks)))
 
@@ -297,6 +306,11 @@ def serve_worker(
     finally: server.gate.leave(worker)
 
 # %% ../nbs/05a_async_training.ipynb #81720f81
+@contextmanager
+def _server_needed():
+    try: yield
+    except ConnectionError as error: raise UserError(f"the parameter server is gone, and the weights with it: {error}; start all ranks again") from error
+
 class Worker:
     "Takes weights, gives gradients; `train_step` as an `Engine`'s, with this rank's loss."
 
@@ -306,6 +320,8 @@ class Worker:
         group: dist.ProcessGroup, # gloo; rank 0 is a `ParameterServer`
     ):
         if engine.scaler: raise UserError("a parameter server's workers can't train in fp16; use bf16 or fp32")
+        _require_alone(engine)
+        if not group.rank(): raise UserError("rank 0 is the parameter server; workers are ranks 1 and up")
         self.engine, self.group = engine, group
         self.weights = list(trainable(engine.model).values())
         self.seconds, self.payload_bytes = Counter(), 0
@@ -313,8 +329,8 @@ class Worker:
     def train_step(self, batches: list[Batch], *, stop: bool = False) -> StepResult: return worker_step(self, batches, stop=stop)
 
     def take_weights(self) -> bool: # some worker asked to stop
-        "The server's weights as they are now."
-        flat = receive_from(self.group, torch.empty(sum(p.numel() for p in self.weights) + 1), 0)
+        "The server's weights as they are now; UserError where it is gone."
+        with _server_needed(): flat = receive_from(self.group, torch.empty(sum(p.numel() for p in self.weights) + 1), 0)
         unpack(flat[:-1], self.weights)
         self.payload_bytes += flat.nbytes
         return flat[-1].item() > 0
@@ -322,7 +338,7 @@ class Worker:
     def close(self) -> None:
         "Take the last weights and say goodbye."
         self.take_weights()
-        send_to(self.group, torch.tensor([0, 0, 0, 1], dtype=torch.float64), 0)
+        with _server_needed(): send_to(self.group, torch.tensor([0, 0, 0, 1], dtype=torch.float64), 0)
 
 # %% ../nbs/05a_async_training.ipynb #adf54684
 def worker_step(
@@ -338,7 +354,8 @@ def worker_step(
     loss, num_tokens = gradients_alone(worker.engine, batches)
     messages = [torch.tensor([loss, num_tokens, stop, 0], dtype=torch.float64), *([take_gradients(worker.weights)] if num_tokens else [])]
     computed = time.perf_counter()
-    for message in messages: send_to(worker.group, message, 0)
+    with _server_needed():
+        for message in messages: send_to(worker.group, message, 0)
     worker.payload_bytes += sum(message.nbytes for message in messages)
     worker.seconds += Counter(computing=computed - taken, talking=time.perf_counter() - computed + taken - began)
     reason = "" if num_tokens else "no target"

@@ -29,6 +29,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import llm_from_scratch
+
 # %% ../nbs/05_distributed.ipynb #59accc20
 from .clipping import Clipper, broken_gradients
 from .config import EngineConfig, OptimConfig, TrainConfig
@@ -360,11 +362,13 @@ def watch_launcher(
     *,
     grace_seconds: float = 30.0,  # from SIGTERM to the end, for a last checkpoint
 ) -> bool:                        # whether torchrun started this process
-    "Let this worker end when its torchrun dies; at once where other machines' launchers live and may go on without it."
+    "Let this worker end when its torchrun dies; at once where other machines' launchers live and may go on without it; UserError where it is dead."
     if "TORCHELASTIC_RUN_ID" not in os.environ: return False
     ending = signal.SIGKILL if os.environ.get("GROUP_WORLD_SIZE", "1") != "1" else signal.SIGTERM
     if sys.platform == "linux": ctypes.CDLL(None).prctl(1, ending)
-    threading.Thread(target=_end_as_orphan, args=(os.getppid(), ending, grace_seconds), daemon=True).start()
+    (process, launcher), parent = llm_from_scratch._begun, os.getppid()
+    if process == os.getpid() and launcher != parent: raise UserError("torchrun ended while this rank was starting; give the same command again")
+    threading.Thread(target=_end_as_orphan, args=(parent, ending, grace_seconds), daemon=True).start()
     return True
 
 def _end_as_orphan(launcher: int, ending: signal.Signals, grace_seconds: float) -> None:

@@ -9,6 +9,7 @@ __all__ = ['this_launcher', 'Sitting', 'read_sittings', 'sittings_table', 'main'
 import json
 import os
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -38,12 +39,18 @@ class Sitting:
     end: str             # "done", "exit code 3", or "killed or failed" where nothing was logged
     num_steps: int | None # that it did and later sittings built on; None where the log does not tell yet
 
+def _whole_lines(text: str) -> list[dict]: # a kill may tear any of them
+    found = []
+    for line in text.splitlines():
+        with suppress(ValueError): found.append(json.loads(line))
+    return [line for line in found if isinstance(line, dict) and line.get("message") in ("start", "end")]
+
 def read_sittings(
     run_dir: str | Path, # of a run, going on or ended
 ) -> list[Sitting]:      # in order
     "The starts of a run, from its log; UserError where there is none."
     path = Path(run_dir) / "log.jsonl"
-    try: lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+    try: lines = _whole_lines(path.read_text(encoding="utf-8", errors="replace"))
     except OSError as error: raise UserError(f"can't read {path}: {error.strerror}; name the folder of a run") from None
     starts = [number for number, line in enumerate(lines) if line["message"] == "start"]
     found = []

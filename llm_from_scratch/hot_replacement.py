@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from http.client import HTTPException
 from types import ModuleType
 
 # %% ../nbs/05aa_hot_replacement.ipynb #155b040f
@@ -52,10 +53,14 @@ def open_lighthouse(
     heartbeat_timeout_seconds: float = 2.0, # silent for longer is dead
     join_timeout_seconds: float = 0.5,      # wait so long for a group that is alive but not at its step yet
 ) -> Iterator[str]:                         # address, as groups need it
-    "A server that knows who is alive, until the block ends."
-    server = require_torchft().coordination.LighthouseServer(
-        bind=f"[::]:{port}", min_replicas=min_groups, quorum_tick_ms=50,
-        heartbeat_timeout_ms=int(1000 * heartbeat_timeout_seconds), join_timeout_ms=int(1000 * join_timeout_seconds))
+    "A server that knows who is alive, until the block ends; UserError for limits that make no sense and a port that is taken."
+    if not (port in range(65536) and min_groups >= 1 and 0.1 <= heartbeat_timeout_seconds < 1e6 and 0 <= join_timeout_seconds < 1e6):
+        raise UserError(f"port {port} is from 0 to 65535, min_groups {min_groups} at least 1, a heartbeat's limit of {heartbeat_timeout_seconds} s at least 0.1, a join's of {join_timeout_seconds} s at least 0")
+    lighthouse = require_torchft().coordination.LighthouseServer
+    try:
+        server = lighthouse(bind=f"[::]:{port}", min_replicas=min_groups, quorum_tick_ms=50,
+                            heartbeat_timeout_ms=int(1000 * heartbeat_timeout_seconds), join_timeout_ms=int(1000 * join_timeout_seconds))
+    except RuntimeError as error: raise UserError(f"no lighthouse at port {port}: {' '.join(str(error).split())}; take another port, or 0 for a free one") from error
     try: yield server.address()
     finally: server.shutdown()
 
@@ -99,7 +104,7 @@ def read_lighthouse(
     "Ask a lighthouse for its groups; UserError where none answers."
     try:
         with urllib.request.urlopen(f"{address}/status", timeout=10) as answer: return parse_status(answer.read().decode())
-    except OSError as error: raise UserError(f"no lighthouse answers at {address}: {error}; start one with python -m llm_from_scratch.hot_replacement") from error
+    except (OSError, ValueError, HTTPException) as error: raise UserError(f"no lighthouse answers at {address}: {error}; start one with python -m llm_from_scratch.hot_replacement") from error
 
 # %% ../nbs/05aa_hot_replacement.ipynb #6b57a2c4
 def watch_groups(
@@ -189,6 +194,7 @@ class Replica:
         before_update: Callable[[int], None] = lambda step: None, # such as setting the learning rate
     ):
         if engine.scaler: raise UserError("replica groups can't train in fp16; use bf16 or fp32")
+        if not micro_batch >= 1: raise UserError(f"micro_batch {micro_batch}: a forward pass takes 1 row or more")
         self.engine, self.manager, self.batch_at = engine, manager, batch_at
         self.micro_batch, self.before_update = micro_batch, before_update
         self.place, self.num_groups = 0, 1 # in the last quorum
@@ -209,7 +215,9 @@ def join_groups(
     timeout_seconds: float = 30.0,      # for one message; a dead peer is noticed at once, a silent one after this
     **options,                          # micro_batch and before_update of `Replica`
 ) -> Iterator[Replica]:
-    "A place among the groups, until the block ends; what this group lacks is copied at its first step."
+    "A place among the groups, until the block ends; what this group lacks is copied at its first step. UserError as `read_lighthouse`."
+    if not (name and min_groups >= 1 and 0 < timeout_seconds < 1e6): raise UserError(f"group {name!r}: a name is not empty, min_groups {min_groups} at least 1, timeout_seconds {timeout_seconds} a positive number")
+    read_lighthouse(lighthouse)
     torchft, limit = require_torchft(), timedelta(seconds=timeout_seconds)
     store = dist.TCPStore(socket.gethostname(), 0, is_master=True, wait_for_workers=False)
     manager = torchft.Manager(
@@ -253,8 +261,6 @@ def main(
     parser.add_argument("--min-groups", type=int, default=1, help="fewer than these don't train")
     parser.add_argument("--heartbeat-timeout", type=float, default=2.0, help="seconds of silence after which a group is taken for dead")
     options = parser.parse_args(arguments)
-    if not (0 <= options.port < 65536 and options.min_groups > 0 and 0 < options.heartbeat_timeout < 1e6):
-        raise UserError("--port is from 0 to 65535, --min-groups at least 1, --heartbeat-timeout a positive number of seconds")
     with open_lighthouse(port=options.port, min_groups=options.min_groups, heartbeat_timeout_seconds=options.heartbeat_timeout) as address:
         print(f"lighthouse at {address}", flush=True)
         watch_groups(address, lambda: False, heartbeat_timeout_seconds=options.heartbeat_timeout)

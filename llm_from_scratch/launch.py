@@ -49,14 +49,14 @@ INTERRUPTED = 130 # before the first step, with nothing to save: a shell's 128 a
 
 # %% ../nbs/07d_launch.ipynb #dad247ef
 class StopRequest:
-    "Remembers SIGINT and SIGTERM as a wish to stop; the loop looks at `reason` once a step."
+    "Remembers SIGINT, SIGTERM and SIGHUP as a wish to stop; the loop looks at `reason` once a step."
 
     def __init__(self):
         self.reason: str | None = None  # the signal's name once it came
         self.previous: dict = {}
 
     def __enter__(self):
-        for name in (signal.SIGINT, signal.SIGTERM): self.previous[name] = signal.signal(name, self.remember)
+        for name in [signal.SIGINT, signal.SIGTERM] + [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN): self.previous[name] = signal.signal(name, self.remember)
         return self
 
     def remember(self, number, frame):
@@ -125,7 +125,8 @@ READ_IF = [ # the switch, what it must be (none: anything but nothing), and the 
     ("optim.kind", {"muon"}, "muon_lr muon_momentum"), ("optim.schedule", {"wsd"}, "decay_share"), ("optim.plateau_evals", None, "plateau_factor"),
     ("optim.schedule", {"breathing"}, " ".join(f"breathing_{part}" for part in "hold_steps decay threshold quiet_steps freeze_steps raise".split())),
     ("optim.clip", {"groups"}, "clip_percentile"), ("optim.clip", {"groups", "dynamic"}, "clip_steps"), ("optim.clip", {"dynamic"}, "clip_multiple"),
-    ("guard.enabled", None, "norm_multiple loss_rise window lr_factor max_times"),
+    ("guard.enabled", None, "norm_multiple loss_rise window lr_factor max_times"), ("engine.offload", {"nvme"}, "nvme_path"),
+    ("engine.kind", {"deepspeed"}, "zero_stage"), ("engine.kind", {"ddp"}, "sparse_experts static_graph find_unused_parameters"),
 ]
 
 def idle_options(

@@ -156,7 +156,7 @@ TORCHRUN = """#!/usr/bin/env bash
 set -euo pipefail
 : "${{HEAD:?the first machine and a free port on it, node-1:29400}}" "${{DATA:?folder of the documents or shards}}" "${{RUN:?folder of the run, on a shared disk}}"{asks}
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 OMP_NUM_THREADS={cores}
-exec torchrun --nnodes {machines} --nproc-per-node {cards} --max-restarts 20 --rdzv-backend c10d --rdzv-id {preset} --rdzv-endpoint "$HEAD" \\
+exec torchrun --nnodes {machines} --nproc-per-node {cards} --max-restarts 20 --shutdown-timeout 100 --rdzv-backend c10d --rdzv-id {preset} --rdzv-endpoint "$HEAD" \\
   -m llm_from_scratch.train --preset {preset} --data.path "$DATA" --run-dir "$RUN" --resume auto{options} "$@"
 """
 
@@ -176,7 +176,7 @@ set -euo pipefail
 : "${{DATA:?folder of the documents or shards}}" "${{RUN:?folder of the run, on a shared disk}}"{asks}
 nodes="$(scontrol show hostnames "$SLURM_JOB_NODELIST")"
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 OMP_NUM_THREADS={cores}
-srun torchrun --nnodes {machines} --nproc-per-node {cards} --max-restarts 20 --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "${{nodes%%[[:space:]]*}}:$((20000 + SLURM_JOB_ID % 10000))" \\
+srun torchrun --nnodes {machines} --nproc-per-node {cards} --max-restarts 20 --shutdown-timeout 100 --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "${{nodes%%[[:space:]]*}}:$((20000 + SLURM_JOB_ID % 10000))" \\
   -m llm_from_scratch.train --preset {preset} --data.path "$DATA" --run-dir "$RUN" --resume auto{options} "$@"
 """
 

@@ -62,6 +62,7 @@ def fit_link(
     name: str = "fitted",                  # of the link
 ) -> Link:                                 # whose ring comes closest, in relative error
     "Latency and bandwidth by least squares; UserError where the times can't tell both."
+    if not times or not all(size > 0 and count >= 2 and 0 < took < math.inf for size, count, took in times): raise UserError("an all-reduce's time is (bytes above 0, 2 ranks or more, seconds above 0); give several")
     num_bytes, ranks, seconds = np.array(times, dtype=float).T
     shared = np.maximum(1, ranks / (cores or math.inf)) / seconds
     columns = np.stack([2 * (ranks - 1) * shared, 2 * (ranks - 1) / ranks * num_bytes * shared], axis=1)
@@ -127,8 +128,9 @@ def predict(
     num_layers: int = 32,   # ZeRO-3 sends as many messages
     every_steps: int = 100, # DiLoCo's H
 ) -> Prediction:
-    "Seconds and bytes of communication in a step; UserError for an unknown scheme."
+    "Seconds and bytes of communication in a step; UserError for an unknown scheme, and for numbers below 1."
     if scheme not in SCHEMES: raise UserError(f"no scheme {scheme!r}{suggest(scheme, SCHEMES)}; there are {', '.join(SCHEMES)}")
+    if not (gpus >= 1 and 0 < num_parameters < 1e18 and num_layers >= 1 and every_steps >= 1): raise UserError(f"{num_parameters} parameters in {num_layers} layers on {gpus} GPUs, averaged every {every_steps} steps: each is at least 1")
     size, halves = num_parameters * bytes_each, 3 if scheme == "zero3" else 2
     if scheme == "server": return Prediction(scheme, gpus, server_seconds(size, gpus, cluster.between), size)
     if scheme == "diloco": seconds, size = collective_seconds(4 * num_parameters, gpus, cluster) / every_steps, 4 * num_parameters / every_steps

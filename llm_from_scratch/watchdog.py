@@ -29,7 +29,7 @@ from torch._C import _distributed_c10d
 # %% ../nbs/05ha_watchdog.ipynb #31775a99
 from .artifacts import write_atomic
 from .distributed import ParityError
-from .env import Ranks
+from .env import Ranks, _within
 from .rank_checks import say_ranks
 
 # %% ../nbs/05ha_watchdog.ipynb #fc3121d1
@@ -123,7 +123,7 @@ def explain(
     everyone = {rank: [Collective(**each) for each in place["collectives"]] for rank, place in enumerate(places) if place}
     waiting = [each for entries in everyone.values() for each in entries if not each.is_done]
     silent = [rank for rank, place in enumerate(places) if not place]
-    gone = f"; no answer from {say_ranks(silent)}: the process is gone, or stuck outside of Python" * bool(silent)
+    gone = f"; no answer from {say_ranks(silent)}: the process is gone, stopped, or stuck outside of Python" * bool(silent)
     if not waiting: return "no rank waits in a collective any more" + gone
     group = min(waiting, key=lambda each: each.since).group
     oldest = min((each for each in waiting if each.group == group), key=lambda each: (each.number, each.since))
@@ -159,12 +159,14 @@ class Watchdog:
         poll_seconds: float = 1.0,   # between two looks
     ):
         self.ranks, self.limit_seconds, self.folder, self.grace_seconds = ranks, limit_seconds, folder, grace_seconds
-        self.poll_seconds, self.over, self.store = min(poll_seconds, limit_seconds / 5), threading.Event(), None
+        self.poll_seconds, self.store = min(poll_seconds, limit_seconds / 5), None
+        self.over, self.alarmed = threading.Event(), threading.Event()
         self.thread = threading.Thread(target=self.watch, name="watchdog", daemon=True)
 
     def __enter__(self):
         if self.ranks.world_size > 1:
             self.store = dist.distributed_c10d._get_default_store().clone()
+            threading.Thread(target=self.listen, name="watchdog's ear", daemon=True).start()
             self.thread.start()
         return self
 
@@ -176,9 +178,15 @@ class Watchdog:
         "Look until the end; runs in a thread of its own."
         still = Standstill()
         while not self.over.wait(self.poll_seconds):
-            try: is_stalled = still.seconds(read_recorder(entries=False)) > self.limit_seconds or self.store.check([ALARM])
-            except (ValueError, RuntimeError): return # the group or its store was closed: nothing is left to watch
-            if is_stalled: end_stalled(self)
+            try: is_stalled = still.seconds(read_recorder(entries=False)) > self.limit_seconds
+            except (ValueError, RuntimeError): return # the group was closed: nothing is left to watch
+            if is_stalled or self.alarmed.is_set(): end_stalled(self)
+
+    def listen(self):
+        "Hear another rank's alarm, apart from `watch`: a store whose process is stopped never answers."
+        with suppress(RuntimeError): # the store was closed
+            while not self.over.wait(self.poll_seconds):
+                if self.store.check([ALARM]): return self.alarmed.set()
 
 # %% ../nbs/05ha_watchdog.ipynb #2598a0d7
 def gather_places(
@@ -212,18 +220,24 @@ def end_stalled(
     leave: Callable[[int], None] = os._exit, # ends the process
 ) -> None:
     "Answer, tell, and end this process with code 5."
-    ranks, store, mine, verdict = watchdog.ranks, watchdog.store, place_of(watchdog.ranks), ""
-    try:
-        places = gather_places(watchdog, mine)
-        if store.compare_set(f"{ALARM} told", "", str(ranks.rank)).decode() == str(ranks.rank): verdict = explain(places)
-    except RuntimeError: verdict = f"the store is gone, and with it rank 0's process; rank {ranks.rank} waits in {mine['where']}"
+    ranks, mine, patience = watchdog.ranks, place_of(watchdog.ranks), 2 * watchdog.grace_seconds
+    try: verdict = _within(patience, lambda: _verdict(watchdog, mine))
+    except (RuntimeError, TimeoutError) as error:
+        alone = explain([mine if rank == ranks.rank else None for rank in range(ranks.world_size)])
+        verdict = f"{alone}; the store {'does not answer' if isinstance(error, TimeoutError) else 'is gone'}, as rank 0's process or its launcher keeps it"
     tell_stalled(ranks, mine, verdict, watchdog.folder)
-    with suppress(RuntimeError):
-        store.set(f"{ALARM} told by {ranks.rank}", "")
-        tellers = [f"{ALARM} told by {rank}" for rank in range(ranks.world_size) if store.check([f"{ALARM} {rank}"])]
-        limit = time.monotonic() + watchdog.grace_seconds
-        while not store.check(tellers) and time.monotonic() < limit: time.sleep(0.05)
+    with suppress(RuntimeError, TimeoutError): _within(patience, lambda: _leave_together(watchdog))
     leave(STALLED)
+
+def _verdict(watchdog: Watchdog, mine: dict) -> str: # empty where another rank tells it
+    rank, places = str(watchdog.ranks.rank), gather_places(watchdog, mine)
+    return explain(places) if watchdog.store.compare_set(f"{ALARM} told", "", rank).decode() == rank else ""
+
+def _leave_together(watchdog: Watchdog):
+    store, limit = watchdog.store, time.monotonic() + watchdog.grace_seconds
+    store.set(f"{ALARM} told by {watchdog.ranks.rank}", "")
+    tellers = [f"{ALARM} told by {rank}" for rank in range(watchdog.ranks.world_size) if store.check([f"{ALARM} {rank}"])]
+    while not store.check(tellers) and time.monotonic() < limit: time.sleep(0.05)
 
 # %% ../nbs/05ha_watchdog.ipynb #7ed1a095
 def watch_run(

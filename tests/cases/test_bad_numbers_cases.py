@@ -1,0 +1,84 @@
+"Local SGD, parameter server and replica groups are handed counts and rates that make no sense: one line each, before anything waits."
+
+import json
+import math
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from llm_from_scratch.async_training import LocalSGD, ParameterServer, StalenessGate, Worker
+from llm_from_scratch.config import OptimConfig, build_config
+from llm_from_scratch.deepspeed_engine import DECIDED, agree_settings, zero_settings
+from llm_from_scratch.distributed import prepare
+from llm_from_scratch.env import Ranks, UserError
+from llm_from_scratch.launch import idle_options
+from llm_from_scratch.optim import build_optimizer
+
+
+def make_engine():
+    model = torch.nn.Linear(2, 2)
+    return prepare(model, build_optimizer(model, OptimConfig(kind="adamw")), ranks=Ranks(), device=torch.device("cpu"), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("every_steps", [0, -1, 2.5, math.nan, math.inf])
+def test_ranks_that_never_meet_are_refused(every_steps):
+    with pytest.raises(UserError, match="at least 1 step, a whole number"):
+        LocalSGD(make_engine(), None, every_steps=every_steps)
+
+
+@pytest.mark.parametrize(("rate", "momentum"), [(0, 0), (-1, 0), (math.nan, 0), (math.inf, 0), (0.7, 1), (0.7, -0.1), (0.7, math.nan)])
+def test_an_outer_step_that_leads_nowhere_is_refused(rate, momentum):
+    with pytest.raises(UserError, match="outer_momentum"):
+        LocalSGD(make_engine(), None, outer_lr=rate, outer_momentum=momentum)
+
+
+@pytest.mark.parametrize("bound", [-1, math.nan])
+def test_a_bound_that_nobody_can_keep_is_refused(bound):
+    with pytest.raises(UserError, match="use 0 or more"):
+        StalenessGate([1, 2], bound)
+
+
+def test_an_engine_that_talks_by_itself_is_refused():
+    engine = make_engine()
+    engine.wrapped = torch.nn.Sequential(engine.model)  # as DDP stands around it
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))
+    for make in (LocalSGD, ParameterServer, Worker):
+        with pytest.raises(UserError, match=r"prepare one with ranks=Ranks\(\)"):
+            make(engine, group)
+
+
+def test_server_and_workers_have_their_ranks():
+    first, second = SimpleNamespace(rank=lambda: 0, size=lambda: 2), SimpleNamespace(rank=lambda: 1, size=lambda: 2)
+    with pytest.raises(UserError, match="ranks 1 and up"):
+        Worker(make_engine(), first)
+    with pytest.raises(UserError, match="rank 0 of its group"):
+        ParameterServer(make_engine(), second)
+
+
+OURS = zero_settings(build_config({"train": dict(global_batch=8, micro_batch=2), "optim": dict(kind="adamw"), "engine": dict(kind="deepspeed")}), 2, 1000)
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("[]", "holds a list"), ("null", "holds a NoneType"), ('"stage 2"', "holds a str"), ("5", "holds a int"), ('{"gradient_allreduce_op": "sum"}', "mean over tokens"),
+    ('{"zero_optimization": 3}', "says zero_optimization 3; it is a section"), ('{"bf16": true}', "says bf16 True; it is a section"), ('{"fp16": "on"}', "says fp16 on; it is a section"),
+    ('{"zero_optimization": {"stage": 5}}', "stage 5, the run's engine.zero_stage makes it 2"), ('{"zero_optimization": {"stage": "2"}}', "stage '2', the run's engine.zero_stage makes it 2"),
+    ('{"zero_optimization": {"cpu_offload": true}}', "the run's engine.offload"), ('{"torch_autocast": {"enabled": true}}', "the run's train.dtype"),
+    ('{"gradient_clipping": NaN}', "the run's optim.max_grad_norm makes it 1.0"), ('{"gradient_clipping": 0}', "makes it 1.0"), ('{"train_batch_size": -8}', "makes it 8"),
+])
+def test_a_file_for_deepspeed_that_contradicts_the_run_is_refused(text, words):
+    with pytest.raises(UserError) as refusal:
+        agree_settings(OURS, json.loads(text), where="ds.json", decided=DECIDED)
+    assert words in str(refusal.value) and str(refusal.value).startswith("ds.json ")
+
+
+@pytest.mark.parametrize("text", ["{}", '{"zero_optimization": null}', '{"zero_optimization": "auto"}', '{"zero_optimization": {"stage": null}}', '{"gradient_clipping": 1}', '{"fp16": {"enabled": false}}'])
+def test_a_file_for_deepspeed_that_leaves_all_to_the_run_changes_nothing(text):
+    assert agree_settings(OURS, json.loads(text), where="ds.json") == OURS
+
+
+def test_options_of_another_engine_are_told():
+    told = idle_options(build_config({"engine": dict(zero_stage=3, nvme_path="/nvme")}))
+    assert told == ["engine.nvme_path does nothing while engine.offload is none", "engine.zero_stage does nothing while engine.kind is ddp"]
