@@ -2,8 +2,6 @@
 
 import logging
 import os
-import random
-import sys
 from pathlib import Path
 
 import pytest
@@ -32,6 +30,9 @@ def has_cuda() -> bool:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     "What a test draws does not depend on those that ran before it in the same process."
+    import random
+    import sys
+
     random.seed(0)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(0)
