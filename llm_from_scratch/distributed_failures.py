@@ -317,7 +317,7 @@ SLOWER_COMM, COMM_SHARE = 3.0, 0.3 # times the best stretch's seconds a byte; sh
 def all_reduce_slowed(
     evidence: Evidence, # of a run
 ) -> Finding | None:
-    "Communication whose quickest steps, too, cost several times its best stretch: on a crowded machine single ones do."
+    "Communication that costs several times its best stretch, in its quickest steps too."
     rows = [row for row in evidence.metrics if row.get("comm_bytes")][1:]
     if len(rows) < 9: return None
     costs, width = np.array([row["comm_seconds"] / row["comm_bytes"] for row in rows]), max(3, len(rows) // 4)
