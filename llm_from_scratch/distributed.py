@@ -14,6 +14,7 @@ import hashlib
 import math
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -367,9 +368,16 @@ def watch_launcher(
     ending = signal.SIGKILL if os.environ.get("GROUP_WORLD_SIZE", "1") != "1" else signal.SIGTERM
     if sys.platform == "linux": ctypes.CDLL(None).prctl(1, ending)
     (process, launcher), parent = llm_from_scratch._begun, os.getppid()
-    if process == os.getpid() and launcher != parent: raise UserError("torchrun ended while this rank was starting; give the same command again")
+    if process == os.getpid() and launcher != parent or _store_refuses(): raise UserError("torchrun ended while this rank was starting; give the same command again")
     threading.Thread(target=_end_as_orphan, args=(parent, ending, grace_seconds), daemon=True).start()
     return True
+
+def _store_refuses() -> bool: # that of the launcher, which listens before any worker begins
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True": return False
+    try: socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=10).close()
+    except ConnectionRefusedError: return True
+    except OSError: pass # slow, or a name that is not known: the meeting will tell
+    return False
 
 def _end_as_orphan(launcher: int, ending: signal.Signals, grace_seconds: float) -> None:
     while os.getppid() == launcher: time.sleep(1)

@@ -174,6 +174,12 @@ def freeze(ranks):
     dist.barrier()
 
 
+def freeze_the_store(ranks):
+    if ranks.is_main:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()
+
+
 def lose_one(ranks):
     if ranks.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -190,7 +196,7 @@ def work_on(ranks):
         dist.barrier()
 
 
-SCENES = {skip_a_barrier: 3.0, do_different_things: 3.0, freeze: 3.0, lose_one: 60.0, work_on: 60.0}  # and the limit of each, in seconds
+SCENES = {skip_a_barrier: 3.0, do_different_things: 3.0, freeze: 3.0, freeze_the_store: 3.0, lose_one: 60.0, work_on: 60.0}  # and the limit of each, in seconds
 
 
 def enter(scene, folder, environ):
@@ -200,7 +206,7 @@ def enter(scene, folder, environ):
     ranks = read_ranks()
     open_process_group(ranks, torch.device("cpu"), timeout_seconds=120)
     dist.barrier()
-    with Watchdog(ranks, SCENES[scene], folder=Path(folder), grace_seconds=3 if scene is freeze else 60):
+    with Watchdog(ranks, SCENES[scene], folder=Path(folder), grace_seconds={freeze: 3, freeze_the_store: 1}.get(scene, 60)):
         scene(ranks)
     close_process_group()
 
@@ -218,7 +224,7 @@ def ends(server, tmp_path_factory):
             for process in pair:
                 process.start()
         for name, (pair, _) in started.items():
-            for process in pair[: 1 if name == "freeze" else 2]:
+            for process in {"freeze": pair[:1], "freeze_the_store": pair[1:]}.get(name, pair):
                 process.join(max(0, deadline - time.monotonic()))
         codes = {name: [process.exitcode for process in pair] for name, (pair, _) in started.items()}
     finally:
@@ -255,6 +261,13 @@ def test_a_frozen_rank_gives_no_answer_and_the_other_one_ends(ends):
     codes, said, files = (found["freeze"] for found in ends)
     assert codes[0] == STALLED and list(files) == ["stalled_rank_0.txt"]
     assert "no answer from rank 1" in verdict(said)
+
+
+def test_a_frozen_rank_that_keeps_the_store_is_told_of_too(ends):
+    codes, said, files = (found["freeze_the_store"] for found in ends)
+    assert codes[1] == STALLED and list(files) == ["stalled_rank_1.txt"]
+    line = verdict(said)
+    assert "rank 1 in barrier" in line and "no answer from rank 0" in line and "the store does not answer" in line
 
 
 def test_a_rank_that_is_killed_is_told_of_in_one_line(ends):
