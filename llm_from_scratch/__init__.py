@@ -32,3 +32,6 @@ def _leave(number, frame):
 if sys.argv[:1] == ["-m"] and any(word.removeprefix("-m").startswith("llm_from_scratch.") for word in sys.orig_argv):
     for _number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(_number) != signal.SIG_IGN: signal.signal(_number, _leave)
+    if sys.orig_argv[-len(sys.argv)].removeprefix("-m") == "llm_from_scratch.train":
+        from llm_from_scratch.train_options import answer_early
+        answer_early(sys.argv[1:])

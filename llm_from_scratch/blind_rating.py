@@ -101,11 +101,12 @@ def parse_ratings(
             rows = list(csv.DictReader(io.StringIO(text)))
             (rater,), (sheet,) = {row["rater"] for row in rows}, {row["sheet"] for row in rows}
             pairs = [(row["number"], row["score"]) for row in rows]
-        scores = {int(number): int(score) for number, score in pairs}
+        given = {int(number): score for number, score in pairs}
+        scores = {number: int(float(score)) for number, score in given.items() if float(score) in range(6)}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, csv.Error) as error:
         raise UserError(f"{where} is not an export of a rating sheet ({error!r})") from None
-    if wrong := [(number, score) for number, score in scores.items() if not 0 <= score <= 5]:
-        raise UserError(f"{where} gives text {wrong[0][0]} the score {wrong[0][1]}: scores go from 0 to 5")
+    if wrong := [(number, score) for number, score in given.items() if number not in scores]:
+        raise UserError(f"{where} gives text {wrong[0][0]} the score {wrong[0][1]}: scores are whole numbers from 0 to 5")
     return Ratings(str(rater), str(sheet), scores)
 
 # %% ../nbs/07ga_blind_rating.ipynb #5a359983

@@ -23,7 +23,7 @@ from .checkpointing import checkpoint_step, load_run, read_run_config
 from .code_eval import checkpoints_parser
 from .env import UserError, choose_device, read_ranks
 from .generate import complete
-from .monitoring import STYLE, png_bytes, read_metrics, read_report, readable, series
+from .monitoring import LARGEST, STYLE, png_bytes, read_metrics, read_report, readable, series, undrawn
 
 # %% ../nbs/07h_compare.ipynb #2759cd58
 @dataclass(frozen=True)
@@ -95,10 +95,10 @@ def points(
     name: str,          # a field
     over: str,          # "step" or "tokens"
 ) -> tuple[list[float], list[float]]:   # places and finite values
-    "A field over steps or tokens, without what is not finite."
+    "A field over steps or tokens, without what no picture can show."
     steps, values = series(rows, name)
-    places = {row["step"]: row.get(over) for row in rows}
-    kept = [(places[step], value) for step, value in zip(steps, values) if places[step] is not None and math.isfinite(value)]
+    places = dict(zip(*series(rows, over)))
+    kept = [(places[step], value) for step, value in zip(steps, values) if step in places and abs(value) < LARGEST and places[step] < LARGEST]
     return [place for place, _ in kept], [value for _, value in kept]
 
 # %% ../nbs/07h_compare.ipynb #0050cbcd
@@ -150,7 +150,8 @@ def summary_rows(
                  "best validation loss": min(checks, default=""), "median tokens a second": speeds[len(speeds) // 2] if speeds else ""}
         for name, value in found.items():
             rows.setdefault(name, []).append(value)
-    return rows
+    words = [undrawn(side.rows) for side in sides]
+    return rows | ({"not drawn": words} if any(words) else {})
 
 # %% ../nbs/07h_compare.ipynb #4d3f9354
 def card_rows(

@@ -139,7 +139,7 @@ class TokenizerConfig(Section):
 class DataConfig(Section):
     "Which documents, how they are split and stored."
     path: list[str] = Field([], description="text, JSONL, Parquet, tar shards, saved datasets: files, folders, globs; or an encoded folder or its URL; empty: Python's standard library")
-    val_fraction: float = Field(0.02, gt=0, lt=1, description="share of documents held out, by a hash of their id")
+    val_fraction: float = Field(0.02, gt=0, lt=1, description="share of documents held out, by a hash of their id; where that leaves a split empty, as with few documents, each is cut and its end held out")
     shard_tokens: Positive = Field(2**24, description="tokens in a shard file")
     dtype: Literal["auto", "uint16", "uint32"] = Field("auto", description="type of stored ids; auto: uint16 where the vocabulary fits")
     document_mask: bool = Field(True, description="attention stays within a document and positions restart")
@@ -285,7 +285,7 @@ class FuseConfig(Section):
     budget_hours: float | None = Field(None, gt=0, description="hours of the whole run, start, evaluations and saves included; none: no limit")
     budget_money: float | None = Field(None, gt=0, description="money, at log.price_per_hour; none: no limit")
     budget_tokens: float | None = Field(None, gt=0, description="counted target tokens; none: no limit")
-    over_plan: dict[float, str] = Field({0.3: "warn", 0.6: "warn+cut+free"}, description="what happens when the forecast is so far over the budget, joined by +: warn, cut (the batch), free (caches), stop")
+    over_plan: dict[float, str] = Field({0.3: "warn", 0.6: "warn+cut+free"}, examples=["0.3=warn 0.6=warn+cut+free"], description="what happens when the forecast is so far over the budget, joined by +: warn, cut (the batch), free (caches), stop; 0.3=warn 0.6=warn+cut+free")
     when_spent: Literal["stop", "warn"] = Field("stop", description="when the budget is spent: stop with a checkpoint and exit code 3, or only say so")
     cut_share: float = Field(0.25, gt=0, lt=1, description="share of the batch's rows that cut takes away")
     grace_steps: Count = Field(20, description="steps before a forecast is believed")
@@ -457,9 +457,9 @@ def explain(
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         return f"unknown key {key!r}{suggest(key, options_of(kind))}"
-    message = first["msg"].removeprefix("Value error, ")
+    message, field = first["msg"].removeprefix("Value error, "), options_of(kind).get(".".join(map(str, first["loc"][:2])))
     given = f", got {first['input']!r}" if isinstance(first["input"], str | int | float | bool | None) else ""
-    return f"{key}: {message}{given}" if key else message
+    return f"{key}: {message}{given}" + (f"; write it as {field.examples[0]}" if field and field.examples else "") if key else message
 
 # %% ../nbs/00a_config.ipynb #0ae19aa5
 def build_config(
@@ -526,6 +526,14 @@ def dash_options(
     return ["".join((name.replace("_", "-"), *rest)) if name.startswith("--") else name + "".join(rest) for name, *rest in split]
 
 # %% ../nbs/00a_config.ipynb #8899f383
+def _as_path(value: Any) -> Any:
+    "The path that a file:// URL names, also in a list; anything else as it is."
+    if isinstance(value, list): return [_as_path(part) for part in value]
+    if not isinstance(value, str) or not re.match("(file|local):/", value): return value
+    found = re.fullmatch("(?:file|local):(?://(?:localhost)?(?=/)|(?!//))(/.*)", value)
+    if not found: raise UserError(f"{value} names a file of the machine {value.split('/')[2]!r}; for one of this machine write file:///PATH, or the path alone")
+    return found[1]
+
 class CommandParser(argparse.ArgumentParser):
     "ArgumentParser whose errors are one line with the nearest option."
 
@@ -539,6 +547,7 @@ class CommandParser(argparse.ArgumentParser):
         namespace, unknown = super().parse_known_args(args, namespace)
         for action in self._actions: # an empty value is nearly always a shell variable that was not set
             value = getattr(namespace, action.dest, None)
+            if action.metavar != "TEXT" and value != (path := _as_path(value)): setattr(namespace, action.dest, path)
             if action.default != "" and (value == "" or isinstance(value, list) and "" in value):
                 raise UserError(f"{(action.option_strings or [action.metavar or action.dest])[-1]} is empty; give a value{', or leave the option out' * bool(action.option_strings)}")
         return namespace, unknown
@@ -574,14 +583,15 @@ def read_mapping(
     key: str,         # of the option, for the error
     words: list[str], # as a shell split them
     is_nested: bool,  # its values are mappings too
+    form: str = "",   # an example of it, for the error
 ) -> dict:            # not yet validated
     "What NAME=VALUE words say, or a YAML mapping in braces, which may be nested; UserError with the form where it is neither."
     text, pairs = " ".join(words), [pair.rpartition("=") for word in words for pair in word.split(",") if pair]
     try: found = yaml.load(text, StrictLoader) if text.startswith("{") else None
     except yaml.YAMLError: found = None
     if not text.startswith("{") and not is_nested and all(equals for _, equals, _ in pairs): found = {name: value for name, _, value in pairs}
-    form = "'{1000: {web: 0.5, code: 0.5}}'" if is_nested else "web=0.7 code=0.3"
-    if found is None: raise UserError(f"{key} {text}: write it as {form}")
+    usual = "'{1000: {web: 0.5, code: 0.5}}'" if is_nested else "web=0.7 code=0.3"
+    if found is None: raise UserError(f"{key} {text}: write it as {form or usual}")
     return found
 
 # %% ../nbs/00a_config.ipynb #7362a5a4
@@ -596,6 +606,6 @@ def chosen_values(
         if key not in fields: continue
         section, _, name = key.rpartition(".")
         if type(None) in get_args(fields[key].annotation) and value in ("none", "None", "null"): value = None
-        if get_origin(fields[key].annotation) is dict: value = read_mapping(key, value, get_origin(get_args(fields[key].annotation)[1]) is dict)
+        if get_origin(fields[key].annotation) is dict: value = read_mapping(key, value, get_origin(get_args(fields[key].annotation)[1]) is dict, *(fields[key].examples or [])[:1])
         (layer.setdefault(section, {}) if section else layer)[name] = value
     return layer

@@ -22,7 +22,7 @@ from statistics import median
 # %% ../nbs/07c_cost.ipynb #9d6a8f37
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch.profiler import ProfilerActivity, profile
 
 # %% ../nbs/07c_cost.ipynb #36463f62
@@ -309,18 +309,20 @@ def find_room(
     return ""
 
 # %% ../nbs/07c_cost.ipynb #c8156c92
-def _price_text(price): return "unknown" if price is None else f"{price:,.0f}" if price >= 100 else f"{price:.2f}"
+def _price_text(price): return "unknown" if price is None else f"{price:.3g}" if price >= 1e9 else f"{price:,.0f}" if price >= 100 else f"{price:.2f}"
+def _days_text(hours): return f"{hours / 24:,.0f}" if 240 < hours < 1e7 else f"{hours / 24:.2g}"
 
 def kinds_table(
     found: list[Estimate], # one a kind of GPU
 ) -> Table:
     "Fit, time, price and what binds, a row for each kind."
     first = found[0]
-    table = Table("GPU", "GB of", "fits", "s/step", "days", "price", "binds", "next",
-                  title=f"{first.num_gpus} GPUs of a kind, {first.tokens:.3g} tokens in {first.num_steps:,} steps: predicted, not measured", title_justify="left")
+    title = f"{first.num_gpus} GPUs of a kind, {first.tokens:.3g} tokens in {first.num_steps:{',' if first.num_steps < 10**12 else '.3g'}} steps: predicted, not measured"
+    columns = [Column(name, overflow="fold", min_width=9 if name in ("binds", "next") else None) for name in ("GPU", "GB of", "fits", "s/step", "days", "price", "binds", "next")]
+    table = Table(*columns, title=title, title_justify="left", padding=(0, 1, 0, 0)) # 80 columns hold it
     for row in found:
         ranked = sorted(row.seconds, key=row.seconds.get, reverse=True)
-        table.add_row(row.gpu, f"{row.memory['total'] / 1e9:.1f} / {row.memory_there / 1e9:.0f}", "yes" if row.fits else "no", f"{row.step_seconds:.3g}", f"{row.hours / 24:,.0f}" if row.hours > 240 else f"{row.hours / 24:.2g}",
+        table.add_row(row.gpu, f"{row.memory['total'] / 1e9:.1f}/{row.memory_there / 1e9:.0f}", "yes" if row.fits else "no", f"{row.step_seconds:.3g}", _days_text(row.hours),
                       _price_text(row.price), row.binding, f"{ranked[1]} {row.seconds[ranked[1]] / row.step_seconds:.0%}")
     return table
 
@@ -342,7 +344,7 @@ def calibrate(
     num_steps: int = 10, # to measure by
 ) -> Calibration:
     "Predict a run from its first steps; UserError where there are too few."
-    timed = [(row["step"] - before, row["step_seconds"]) for before, row in zip([0, *(row["step"] for row in rows)], rows) if math.isfinite(row.get("step_seconds", math.nan))][1:]
+    timed = [(row["step"] - before, row["step_seconds"]) for before, row in zip([0, *(row["step"] for row in rows)], rows) if isinstance(seconds := row.get("step_seconds"), int | float) and 0 < seconds < 1e15][1:]
     first = next((index for index in range(len(timed)) if sum(steps for steps, _ in timed[:index]) >= num_steps), None)
     if first is None: raise UserError(f"a calibration takes {num_steps} timed steps after the first row of metrics and some to compare with; this run has too few")
     pace, rest = median(seconds for _, seconds in timed[:first]), timed[first:]
@@ -430,9 +432,11 @@ def main(
     if num_gpus % 1 or utilisation > 1: raise UserError(f"--gpus is a whole number, and --utilisation at most 1; given are {options.gpus} and {options.utilisation}")
     prices, storage = read_prices(options.price_per_hour, gpu.name), parse_amount(options.storage_bytes_per_second, "--storage-bytes-per-second")
     found = [estimate(config, kind, int(num_gpus), tokens, utilisation=utilisation, price_per_hour=prices.get(kind.name), storage=storage) for kind in GPUS.values()]
+    if not all(math.isfinite(value) for row in found for value in (row.hours, row.price or 0)):
+        raise UserError("these amounts make a time or a price beyond all numbers; give fewer tokens, a lower --price-per-hour or a higher --utilisation")
     chosen = next(row for row in found if row.gpu == gpu.name)
     hint = "" if chosen.fits else find_room(config, gpu, int(num_gpus))
-    if options.json: print(json.dumps({"chosen": chosen.as_json(), "would_fit_with": hint, "kinds": [row.as_json() for row in found]}))
+    if options.json: print(json.dumps({"chosen": chosen.as_json(), "would_fit_with": hint, "kinds": [row.as_json() for row in found]}, allow_nan=False))
     else: show_estimate(console, chosen, found, hint)
     return 0
 

@@ -50,8 +50,11 @@ def read_sittings(
 ) -> list[Sitting]:      # in order
     "The starts of a run, from its log; UserError where there is none."
     path = Path(run_dir) / "log.jsonl"
-    try: lines = _whole_lines(path.read_text(encoding="utf-8", errors="replace"))
+    try: return _sittings(_whole_lines(path.read_text(encoding="utf-8", errors="replace")))
     except OSError as error: raise UserError(f"can't read {path}: {error.strerror}; name the folder of a run") from None
+    except (ValueError, KeyError, TypeError) as error: raise UserError(f"{path} is not the log of a run ({error!r}); name the folder of a run") from None
+
+def _sittings(lines: list[dict]) -> list[Sitting]: # of the log's records
     starts = [number for number, line in enumerate(lines) if line["message"] == "start"]
     found = []
     for place, number in enumerate(starts):
@@ -69,6 +72,7 @@ def sittings_table(
 ) -> Table:                  # a row each
     "Sittings as a table."
     table = Table("began (UTC)", "ranks", "from step", "kept", "end", "next after, s")
+    for column in table.columns: column.overflow = "fold" # where it is narrow, nothing is cut off
     for sitting, following in zip(sittings, [*sittings[1:], None]):
         seconds = f"{(following.began - sitting.began).total_seconds():.1f}" if following else ""
         kept = "" if sitting.num_steps is None else f"{sitting.num_steps:,}"

@@ -56,12 +56,11 @@ import llm_from_scratch
 class UserError(ValueError):
     "What the user can put right; its message says what was wrong, where, and what to do."
 
-# %% ../nbs/00_env.ipynb #1dc727c5
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.EMFILE} # may come without a file's name
-
 MEETING = "meeting of the ranks" # the name of a thread, which Python can't end while it is within torch
 REPEAT_SECONDS = 5 # what follows a signal so soon is the same wish: a launcher and a terminal both send one
 
+# %% ../nbs/00_env.ipynb #1dc727c5
 def say_last_words():
     "From here on no signal ends this command: how it ends is decided, and what is left is to say it."
     llm_from_scratch._end[:] = [None]
@@ -87,8 +86,11 @@ def run_command(
 ):
     "Run a command's `main` and exit with its code; UserError, and a file that refuses, become one line and code 2."
     code = None
+    for stream in (sys.stdout, sys.stderr): getattr(stream, "reconfigure", dict)(errors="backslashreplace") # letters that the terminal lacks
     try:
-        with interruptible(): code = main(sys.argv[1:]) or 0
+        with interruptible():
+            try: code = main(sys.argv[1:]) or 0
+            except SystemExit as end: code = end.code or 0 # after --help
         if sys.stdout is not None: sys.stdout.flush()
     except UserError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)

@@ -226,6 +226,13 @@ def check_protocol(
             if value is not None and value < 1: raise UserError(f"--{name} is {value}: give at least 1")
 
 # %% ../nbs/07ea_evaluation_cards.ipynb #f01165b4
+def _card_path(out: Path, name: str, card: dict) -> Path: # of a card with such a name
+    "Another text, or another reading of it, that has taken the name keeps its card."
+    taken = read_json(out / f"{name}.json") if (out / f"{name}.json").exists() else card
+    inputs = [card[key] for key in ("text_sha256", "scored_sha256", "split_format")]
+    is_same = isinstance(taken, dict) and inputs == [taken.get(key) for key in ("text_sha256", "scored_sha256", "split_format")]
+    return out / (f"{name}.json" if is_same else f"{name}-{hash_json(inputs)[:8]}.json")
+
 def score_command(
     options: argparse.Namespace, # of `add_protocol`; with run_dir, device
     split: TextSplit,            # what to score
@@ -242,7 +249,8 @@ def score_command(
         print(json.dumps(card, indent=2) if options.json else card_line(card))
         if out:
             detokeniser = "" if card["detokeniser"] == SPLIT_FORMATS[card["split_format"]] else f"-{card['detokeniser']}"
-            write_json(out / f"{path.name.split('.xz')[0]}-w{card['window']}-s{card['stride']}{'' if card['bos'] else '-nobos'}{detokeniser}-{card['checkpoint']}.json", card)
+            name = f"{path.name.split('.xz')[0]}-w{card['window']}-s{card['stride']}{'' if card['bos'] else '-nobos'}{detokeniser}-{card['checkpoint']}"
+            write_json(_card_path(out, name, card), card)
         if "repeats" in card and card["deterministic"] and card["repeats"]["deviation"] != 0:
             print(f"repeats differ by {card['repeats']['deviation']:g} in deterministic mode: something draws random numbers or sums in changing order", file=sys.stderr)
             code = DIFFERS

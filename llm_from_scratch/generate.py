@@ -391,12 +391,14 @@ def read_prompt(
     prompt: str,    # of the command line; - stands for standard input
 ) -> str:
     "The text to continue; UserError where standard input is closed or not text."
-    if prompt != "-":
-        return prompt
     try:
-        return sys.stdin.read()
+        text = prompt if prompt != "-" else sys.stdin.read()
     except (AttributeError, ValueError):
         raise UserError("--prompt - reads standard input, which is closed or not UTF-8; give the text itself, or pipe a text in") from None
+    try: # letters beyond ASCII come as bytes where the locale is C
+        return text.encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return text
 
 def main(
     args: list[str],    # without the program's name

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['DONE', 'USER_ERROR', 'STOPPED', 'DIVERGED', 'INTERRUPTED', 'FREE_ON_RESUME', 'STRUCTURE', 'FIXED_ON_RESUME',
            'READ_IF', 'MAX_READERS_A_CORE', 'M_TRIM_THRESHOLD', 'M_MMAP_THRESHOLD', 'StopRequest', 'changed_keys',
-           'schedule_lr', 'check_resume', 'idle_options', 'command_parser', 'holds_run', 'require_more_than_weights',
-           'run_of_weights', 'layer_from_weights', 'require_same_shape', 'resolve', 'claim_folder',
-           'checkpoint_to_resume', 'weights_to_start_from', 'load_initial_weights', 'check_saving', 'run_fingerprint',
+           'schedule_lr', 'check_resume', 'idle_options', 'holds_run', 'require_more_than_weights', 'run_of_weights',
+           'layer_from_weights', 'require_same_shape', 'resolve', 'claim_folder', 'checkpoint_to_resume',
+           'check_origin', 'weights_to_start_from', 'load_initial_weights', 'check_saving', 'run_fingerprint',
            'write_run_folder', 'check_run_folder', 'with_own_tokenizer', 'check_same_data', 'remember_stop',
            'repeated_stop', 'remove_stub', 'next_commands', 'again', 'last_word', 'set_threads', 'training_bytes',
            'available_bytes', 'check_memory', 'check_readers', 'keep_freed_memory']
@@ -28,9 +28,9 @@ import psutil
 import torch
 
 from .artifacts import read_json, write_atomic, write_json
-from .checkpointing import latest_checkpoint, list_checkpoints, load_checkpoint, read_run_config, verify_checkpoint
+from .checkpointing import checkpoint_step, latest_checkpoint, list_checkpoints, load_checkpoint, read_run_config, verify_checkpoint
 from llm_from_scratch.config import (
-    CheckpointConfig, CommandParser, Config, ModelConfig, add_config_options, build_config, chosen_values, config_hash, load_preset, merge, read_yaml, replace, suggest, to_yaml,
+    CheckpointConfig, Config, ModelConfig, build_config, chosen_values, config_hash, load_preset, merge, read_yaml, replace, suggest, to_yaml,
 )
 from .elastic import this_launcher
 from .env import Ranks, UserError, environment_fingerprint, environment_report, hash_json, usable_cores
@@ -40,8 +40,9 @@ from .hf_weights import _say_left_out, our_tensors, read_tensors, require_finite
 from .model import Transformer, expected_shapes
 from .optim import Schedule
 from .signatures import read_key
-from .state_trees import match_weights
+from .state_trees import match_weights, unpack_tree
 from .tokenizer import Tokenizer
+from .train_options import command_parser
 
 # %% ../nbs/07d_launch.ipynb #803f74b6
 DONE, USER_ERROR, STOPPED, DIVERGED = 0, 2, 3, 4
@@ -66,8 +67,7 @@ class StopRequest:
         for name, handler in self.previous.items(): signal.signal(name, handler)
 
 # %% ../nbs/07d_launch.ipynb #a3790a50
-FREE_ON_RESUME = ("eval", "log", "checkpoint", "fuse", "alarms", "engine.timeout_seconds", "engine.preflight", "engine.allow_different_environments", "engine.links", "train.num_threads", "train.micro_batch", "train.steps", "train.parity_every_steps", "train.checkpoint_activations",
-                  "data.prefetch_batches", "data.num_workers", "data.cache_bytes")
+FREE_ON_RESUME = ("eval", "log", "checkpoint", "fuse", "alarms", "engine.timeout_seconds", "engine.preflight", "engine.allow_different_environments", "engine.links", "train.num_threads", "train.micro_batch", "train.steps", "train.parity_every_steps", "train.checkpoint_activations", "data.prefetch_batches", "data.num_workers", "data.cache_bytes")
 STRUCTURE = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "positions", "rope_layout",
              "tie_embeddings", "num_experts", "experts_per_token") # of a model: what its weights are without meaning otherwise
 FIXED_ON_RESUME = {"optim.kind", "train.weights", "train.seed", "train.seq_len", *(f"model.{name}" for name in STRUCTURE)} # what was saved fits no other
@@ -141,17 +141,6 @@ def idle_options(
         notes += [f"{key} does nothing while {switch} is {value}" for key in (f"{section}.{option}" for option in names.split()) if key in chosen]
     return notes
 
-# %% ../nbs/07d_launch.ipynb #a3360f61
-def command_parser() -> CommandParser: # prints the help of every option
-    "The options of `torchrun -m llm_from_scratch.train`."
-    parser = CommandParser(prog="python -m llm_from_scratch.train", description="Train a language model. Exit codes: 0 done, 2 wrong input, 3 stopped with a checkpoint, 4 diverged, 5 another rank is gone or stands still, 130 interrupted outside of the steps.")
-    parser.add_argument("--run-dir", default=None, metavar="DIR", help="folder of the run (default runs/PRESET-TIME)")
-    parser.add_argument("--resume", default=None, metavar="auto|PATH", help="go on from the newest whole checkpoint of --run-dir, or from this one")
-    parser.add_argument("--allow-change", nargs="+", default=[], action="extend", metavar="KEY", help="options, such as optim.lr, that may differ from those that the run began with")
-    parser.add_argument("--debug", action="store_true", help="blocking CUDA launches and anomaly detection: slow, with exact error places")
-    add_config_options(parser)
-    return parser
-
 # %% ../nbs/07d_launch.ipynb #8828ec3f
 def holds_run(
     run_dir: Path, # any folder, or none
@@ -210,6 +199,7 @@ def resolve(
     "Read the command line; on a resume the run's own configuration is the base."
     options = command_parser().parse_args(args)
     if options.resume and not options.run_dir: raise UserError("--resume needs --run-dir: the folder of the run to go on with")
+    if options.allow_change and not options.resume: raise UserError(f"--allow-change {options.allow_change[0]} is for a run that goes on: add --resume auto, or leave it out")
     if options.run_dir: require_more_than_weights(Path(options.run_dir))
     old = read_run_config(options.run_dir) if options.resume and holds_run(Path(options.run_dir)) else None
     if old and not (options.preset or options.config): base = [old.model_dump()]
@@ -247,6 +237,25 @@ def checkpoint_to_resume(
         return newest
     if not Path(resume).is_dir(): raise UserError(f"there is no checkpoint {resume}; --resume auto takes the newest whole one")
     return Path(resume)
+
+# %% ../nbs/07d_launch.ipynb #fb392e26
+def _fixed(values: dict) -> dict[str, Any]: # of a nested configuration: key -> value, where it is there
+    return {key: values[section][name] for key in sorted(FIXED_ON_RESUME) for section, _, name in [key.partition(".")] if name in values.get(section, {})}
+
+def check_origin(
+    path: Path,         # a checkpoint to go on from, in whatever folder
+    old: Config | None, # as saved with the run; None: its folder has no configuration
+    new: Config,        # as asked for now
+    allow: tuple[str, ...] = (), # keys that the user lets change
+) -> list[str]:         # notes for the user
+    "Refuse a checkpoint that a run of another configuration wrote (UserError with both values)."
+    if verify_checkpoint(path, deep=False): return [] # loading it will tell
+    saved = unpack_tree(read_json(path / "train_state.json")["entries"].get("config", {}).get("value") or {}, {})
+    if saved and old is None: return check_resume(build_config(saved), new, checkpoint_step(path), allow)
+    ours = _fixed(new.model_dump(mode="json"))
+    if wrong := [f"{key} = {was}, the run has {ours[key]}" for key, was in _fixed(saved).items() if was != ours[key]]:
+        raise UserError(f"{path} is another run's: it was saved with {', and '.join(wrong)}; put the run's own checkpoint back, or resume from an older one of its own")
+    return []
 
 # %% ../nbs/07d_launch.ipynb #74b5e367
 def weights_to_start_from(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 # %% ../nbs/05h_links.ipynb #a05f927c
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 # %% ../nbs/05h_links.ipynb #8b9090d4
 from .config import CommandParser
@@ -156,11 +156,11 @@ def links_table(
     environ: Mapping[str, str], # what is set already is marked
 ) -> Table:
     "A profile's settings with what they do, when they harm, and whose the value is."
-    table = Table("setting and value", "what it does", "when it harms", title=f"links: {profile}", title_justify="left", show_lines=True)
-    table.columns[0].no_wrap = True # a name cut short is no name
-    for column in table.columns[1:]: column.overflow = "fold"
-    for choice in choose_settings(profile, environ): table.add_row(f"{choice.setting.name}\n{choice.value}{' (yours)' * choice.yours}", choice.setting.does, choice.setting.harms)
-    for setting in YOURS: table.add_row(f"{setting.name}\n{environ.get(setting.name, 'not set')}", setting.does, setting.harms)
+    longest = max(len(setting.name) for setting in YOURS) # names stay whole, 80 columns hold the rest
+    table = Table(Column("setting", overflow="fold", min_width=longest), Column("what it does", overflow="fold"), Column("when it harms", overflow="fold"), title=f"links: {profile}", title_justify="left")
+    for choice in choose_settings(profile, environ): table.add_row(f"{choice.setting.name}\n= {choice.value}" + " (yours)" * choice.yours, choice.setting.does, choice.setting.harms)
+    table.add_section()
+    for setting in YOURS: table.add_row(f"{setting.name}\n= {environ[setting.name]}" if setting.name in environ else f"{setting.name}\nnot set", setting.does, setting.harms)
     return table
 
 # %% ../nbs/05h_links.ipynb #38a90e49

@@ -15,7 +15,7 @@ from pathlib import Path
 # %% ../nbs/07bb_live_page.ipynb #40421df5
 from .config import CommandParser
 from .env import UserError, run_command
-from .monitoring import CURVES, draw_curve, drawable, parse_row, png_bytes, readable, report_page, summarize
+from .monitoring import CURVES, draw_curve, drawable, parse_row, png_bytes, readable, report_page, summarize, undrawn
 
 # %% ../nbs/07bb_live_page.ipynb #b19b9330
 class GrowingRows:
@@ -68,7 +68,7 @@ class RunView:
             except UserError as error: rows, facts, self.growing.problem = [], {}, str(error)
             pictures = {f"{name}.png": CURVES[name][0] for name in drawable(rows)} if rows else {}
             pictures |= {f"gradients-{path.name}": f"Gradients, {path.stem}" for path in self.gradients()}
-            note = self.growing.problem or f"{len(rows)} rows of metrics.jsonl; this page follows them."
+            note = self.growing.problem or f"{len(rows)} rows of metrics.jsonl; this page follows them." + f" Not drawn: {undrawn(rows)}." * bool(undrawn(rows))
             return {"title": self.run_dir.resolve().name, "version": self.growing.version, "summary": facts, "pictures": pictures, "note": note}
 
     def gradients(self) -> list[Path]: return sorted(self.run_dir.glob("report/gradients/*.png"))

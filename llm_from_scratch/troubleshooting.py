@@ -353,7 +353,7 @@ def main(
 ) -> int:                 # 0 nothing found, 1 something found
     "The command: diagnose a run, list the rules; others are handed on."
     if arguments and arguments[0] in LATER: return import_module(f"llm_from_scratch.{LATER[arguments[0]][0]}").main(arguments[1:])
-    options, console = command_parser().parse_args(arguments), Console(soft_wrap=False)
+    options, console = command_parser().parse_args(arguments), Console(soft_wrap=False, markup=False)
     if options.action == "rules": return print(quick_table()) or 0
     found = diagnose(options.run)
     if not found and Path(options.run, "config.yaml").exists(): read_run_config(options.run) # a damaged one is told: most rules were blind

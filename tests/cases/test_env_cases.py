@@ -165,3 +165,21 @@ def test_importing_the_package_leaves_signals_alone():
     code = "import signal, sys; sys.argv = ['-m']; import llm_from_scratch.env; print(signal.getsignal(signal.SIGINT) == signal.default_int_handler, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)"
     process = start(code, PYTHONPATH=str(Path(__file__).parents[2]))
     assert process.communicate(timeout=300)[0] == "True True\n"
+
+
+def test_a_letter_that_the_terminal_lacks_ends_no_command():
+    code = r"from llm_from_scratch.env import run_command; run_command(lambda arguments: print('na\xefve \u2603 \ud800'))"
+    process = start(code, PYTHONIOENCODING="ascii", PYTHONUTF8="0", LC_ALL="C")
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out, err) == (0, "na\\xefve \\u2603 \\ud800\n", "")
+
+
+def test_help_that_nobody_reads_ends_quietly():
+    code = "import argparse; from llm_from_scratch.env import run_command; run_command(argparse.ArgumentParser().parse_args)"
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        process = subprocess.run([sys.executable, "-c", code, "--help"], env=clean_environment(PYTHONUNBUFFERED=""), stdout=writer, stderr=subprocess.PIPE, timeout=120)
+    finally:
+        os.close(writer)
+    assert (process.returncode, process.stderr) == (141, b"")

@@ -1,5 +1,6 @@
 "What a run writes down: whole rows, each step once, tokens that add up, and no number that is not its own."
 
+import html
 import io
 import json
 import math
@@ -192,3 +193,22 @@ def test_another_kind_of_report_is_refused(tmp_path, text):
     (tmp_path / "report" / "report.json").write_text(text)
     with pytest.raises(UserError, match="is not a report's"):
         main(["report", str(tmp_path)])
+
+
+def test_odd_values_are_counted_and_break_nothing(tmp_path, capsys):
+    write_steps(tmp_path, 1, 6)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    odd = [{"resumed_from": "x"}, {"loss": 1e308, "grad_norm": -1e308}, {"loss": "NaN", "lr": math.inf}]
+    lines[2:5] = [json.dumps({**json.loads(line), **change}) for line, change in zip(lines[2:5], odd)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert main(["report", str(tmp_path)]) == 0
+    words = "4 values that are NaN, infinite or above 1e+100, 1 resumed_from 'x', which is no step"
+    assert f"not drawn: {words}" in capsys.readouterr().out
+    assert f"Not drawn: {words}." in html.unescape((tmp_path / "report" / "index.html").read_text())
+
+
+@pytest.mark.parametrize("step", ["NaN", "1e308", "-1", '"x"'])
+def test_a_step_that_is_none_is_named(tmp_path, step):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": {step}, "loss": 1.0}}\n')
+    with pytest.raises(UserError, match="line 1: not a row of metrics"):
+        read_metrics(tmp_path)

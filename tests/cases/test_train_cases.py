@@ -495,3 +495,38 @@ def test_what_a_state_can_not_follow_is_not_offered(change, key):
     with pytest.raises(UserError) as error: check_resume(old, build_config(old.model_dump(), change), 3)
     assert key in str(error.value) and "--allow-change" not in str(error.value)
     with pytest.raises(UserError, match=f"--allow-change can't help with {key}"): check_resume(old, build_config(old.model_dump(), change), 3, allow=(key,))
+
+
+def give_away(path, seed):
+    "Make a checkpoint one of a run with another seed, as far as it tells."
+    manifest, state = artifacts.read_manifest(path), artifacts.read_json(path / "train_state.json")
+    state["entries"]["config"]["value"]["train"]["seed"] = seed
+    artifacts.write_json(path / "train_state.json", state)
+    (path / "manifest.json").unlink()
+    artifacts.write_manifest(path, kind="checkpoint", inputs=manifest["inputs"], extra=manifest["extra"])
+    return path
+
+
+def test_a_checkpoint_of_another_seeds_run_is_refused_in_whatever_folder(undisturbed, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(undisturbed, run_dir)
+    theirs = shutil.copytree(give_away(run_dir / "checkpoints" / "step_00000060", 1), tmp_path / "step_00000060")
+    for resume in ("auto", str(theirs)):
+        with pytest.raises(UserError, match="is another run's: it was saved with train.seed = 1, the run has 0"):
+            train.main(["--run-dir", str(run_dir), "--resume", resume, "--train.steps", "61"])
+
+
+def test_a_checkpoint_tells_its_configuration_where_the_folder_has_none(options, undisturbed, tmp_path):
+    theirs = str(undisturbed / "checkpoints" / "step_00000060")
+    for change, words in (["--train.seed", "1"], "train.seed = 0, asked for is 1"), (["--optim.lr", "0.5"], "optim.lr = .*, asked for is 0.5"):
+        with pytest.raises(UserError, match=words):
+            train.main([*options, "--run-dir", str(tmp_path / "new"), "--resume", theirs, "--train.steps", "61", *change])
+
+
+def test_a_file_url_is_the_path_that_it_names(options, undisturbed, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=f"^{undisturbed} already holds a run"):
+        train.main([*options, "--run-dir", f"file://{undisturbed}"])
+    with pytest.raises(UserError, match="names a file of the machine 'runs'"):
+        train.main([*options, "--run-dir", "file://runs/a"])
+    assert list(tmp_path.iterdir()) == []

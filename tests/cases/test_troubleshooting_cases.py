@@ -111,3 +111,12 @@ def test_rules_bear_damaged_artefacts(damage, healthy, tmp_path):
     assert broken == []
     shutil.rmtree(run / "checkpoints")
     assert all(ask_rule(rule, Evidence(run)) is None or "could not look" not in ask_rule(rule, Evidence(run)).evidence for rule in RULES.values())
+
+
+def test_brackets_in_a_runs_name_are_no_markup(tmp_path, capsys):
+    run = tmp_path / "a[" / "]b"
+    run.mkdir(parents=True)
+    (run / "log.jsonl").write_text("[1]\n")
+    (run / "stopped.json").write_text("[1]")
+    assert main(["diagnose", str(run)]) == 1
+    assert capsys.readouterr().out
