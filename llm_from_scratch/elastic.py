@@ -43,6 +43,7 @@ def _whole_lines(text: str) -> list[dict]: # a kill may tear any of them
     found = []
     for line in text.splitlines():
         with suppress(ValueError): found.append(json.loads(line))
+    if text.strip() and not any(isinstance(line, dict) for line in found): raise ValueError("no line of it is a record")
     return [line for line in found if isinstance(line, dict) and line.get("message") in ("start", "end")]
 
 def read_sittings(
