@@ -19,8 +19,7 @@ from llm_from_scratch.config import Config, build_config
 from llm_from_scratch.dataloader import endless
 from llm_from_scratch.env import Ranks
 from llm_from_scratch.launch import keep_freed_memory, set_threads
-from llm_from_scratch.optim import set_lr
-from llm_from_scratch.train import build_training, prepare_data, split_batch
+from llm_from_scratch.train import build_training, prepare_data, train_on
 
 RESULTS = Path(__file__).parent / "results" / "length_extrapolation.jsonl"
 TRAINED, READ, BUCKET, ROWS = 256, 1024, 64, 48
@@ -36,9 +35,7 @@ def configure(positions: str, steps: int) -> Config:
 def train(config: Config, data):
     training = build_training(config, data, Ranks())
     for batch in endless(training.loader):
-        set_lr(training.engine.optimizer, training.step, config.optim, config.train.steps)
-        training.engine.train_step(split_batch(batch, config.train.micro_batch))
-        training.step += 1
+        train_on(training, batch, stop=False)
         if training.step == config.train.steps:
             return training.model.eval()
 
