@@ -50,6 +50,7 @@ def command(monkeypatch, capsys):
 
         monkeypatch.setattr(sys, "argv", [module, *map(str, arguments)])
         monkeypatch.setattr(llm_from_scratch, "_end", [])
+        monkeypatch.setattr(os, "_exit", sys.exit)  # taken where a thread of an earlier test still waits for its ranks
         with warnings.catch_warnings(), pytest.raises(SystemExit) as ended:
             warnings.simplefilter("ignore", RuntimeWarning)  # that the module was imported before
             runpy.run_module(f"llm_from_scratch.{module}", run_name="__main__", alter_sys=True)

@@ -81,7 +81,7 @@ def test_a_mixed_sheet_names_nobody_and_the_key_does():
     [
         ("", "not an export"),
         ("[" * 100_000, "not an export"),
-        ('{"sheet": "a", "rater": "b", "ratings": {"1": 1e400}}', "not an export"),
+        ('{"sheet": "a", "rater": "b", "ratings": {"1": 1e400}}', "score inf"),
         ("x" * 200_000, "not an export"),
         ("[1]", "not an export"),
         ('{"sheet": 1}', "not an export"),
