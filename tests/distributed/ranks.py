@@ -21,11 +21,14 @@ forks = multiprocessing.get_context("forkserver")
 @contextmanager
 def server_with_torch(*also):
     "Ranks fork from a server of their own; one that other tests have started would leave every rank to import torch."
+    before = forkserver._forkserver._preload_modules
     forkserver._forkserver._stop()
-    forks.set_forkserver_preload(["torch._dynamo", "llm_from_scratch.distributed", *also])  # the first optimizer or DDP imports dynamo: seconds a process
-    yield
-    forkserver._forkserver._stop()
-    forks.set_forkserver_preload(["__main__"])  # as Python has it
+    forks.set_forkserver_preload(["torch._dynamo", "llm_from_scratch.train", *also])  # the first optimizer or DDP imports dynamo: seconds a process
+    try:
+        yield
+    finally:
+        forkserver._forkserver._stop()
+        forks.set_forkserver_preload(before)
 
 
 def free_port() -> int:

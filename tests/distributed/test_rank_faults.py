@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import free_port, run_ranks, server_with_torch
+from ranks import free_port, run_ranks
 
 from llm_from_scratch import rank_checks
 from llm_from_scratch.env import Ranks, UserError, close_process_group, open_process_group, read_ranks
@@ -75,14 +75,8 @@ def look(ranks):
     return answers
 
 
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    with server_with_torch("llm_from_scratch.preflight", "llm_from_scratch.watchdog"):
-        yield
-
-
 @pytest.fixture(scope="module")
-def answers(server):
+def answers():
     return run_ranks(look, 2, timeout_seconds=120)
 
 
@@ -209,7 +203,7 @@ def enter(scene, folder, environ):
 
 
 @pytest.fixture(scope="module")
-def ends(server, tmp_path_factory):
+def ends(tmp_path_factory):
     "Exit codes, standard errors and files of every scene."
     started, deadline = {}, time.monotonic() + 150
     try:
