@@ -3,6 +3,7 @@
 The ranks' variables are set in the children only. Whatever happens, no process is left.
 """
 import ctypes
+import gc
 import multiprocessing
 import os
 import pickle
@@ -29,7 +30,9 @@ def server_with_torch(*also):
     before = forkserver._forkserver._preload_modules
     forkserver._forkserver._stop()
     forks.set_forkserver_preload(["pytest", "matplotlib.figure", "torch._dynamo", "llm_from_scratch.train", *also])  # the first optimizer or DDP imports dynamo: seconds a process
+    first = forks.Process(target=int)
     try:
+        first.start(), first.join()  # the seconds of loading count in no test's limit
         yield
     finally:
         forkserver._forkserver._stop()
@@ -101,6 +104,7 @@ def _launch(arguments, environ, log):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     sys.stdout.reconfigure(line_buffering=True)
     os.environ.clear(), os.environ.update(environ)
+    gc.freeze()  # what all have in common is nobody's garbage
     _serve_copies()
     try:
         torchrun.main(["--run-path", "--start-method", "forkserver", *arguments])
