@@ -27,6 +27,19 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    "What a test draws does not depend on those that ran before it in the same process."
+    import random
+    import sys
+
+    random.seed(0)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+
+
 @pytest.fixture
 def warnings_said():
     "What the library's logger warned of."

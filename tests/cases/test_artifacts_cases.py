@@ -35,7 +35,7 @@ def write_for_ever(parent, first_step):
 def hold_lock(path, held):
     with Lock(path):
         held.set()
-        time.sleep(60)
+        time.sleep(600)
 
 
 def test_killed_writer_leaves_whole_files_and_folders(tmp_path):
@@ -45,7 +45,7 @@ def test_killed_writer_leaves_whole_files_and_folders(tmp_path):
     for kill in range(12):
         writer = FORK.Process(target=write_for_ever, args=(tmp_path, 1000 * (kill + 1)))
         writer.start()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 300
         while read_json(tmp_path / "state.json")[0] < 1000 * (kill + 1) and time.monotonic() < deadline:
             time.sleep(0.002)
         time.sleep(0.007 * kill)
@@ -124,7 +124,7 @@ def test_lock_of_a_killed_holder_is_free_and_a_living_one_is_named(tmp_path):
     holder = FORK.Process(target=hold_lock, args=(tmp_path, held))
     holder.start()
     try:
-        assert held.wait(30)
+        assert held.wait(300)
         with pytest.raises(UserError, match=f"process {holder.pid} on "):
             Lock(tmp_path).__enter__()
     finally:

@@ -35,7 +35,7 @@ def gate(monkeypatch):
     opened, write = threading.Event(), background_saves.write_checkpoint
 
     def slow(*arguments, **options):
-        assert opened.wait(20)
+        assert opened.wait(300)
         return write(*arguments, **options)
 
     monkeypatch.setattr(background_saves, "write_checkpoint", slow)
@@ -107,7 +107,7 @@ def test_the_next_save_waits_for_the_last(tmp_path, gate):
     second.join(0.2)
     assert second.is_alive()
     gate.set()
-    second.join(20)
+    second.join(300)
     saver.wait()
     assert steps(tmp_path) == [1, 2] and all(verify_checkpoint(path) == [] for path in list_checkpoints(tmp_path))
 

@@ -85,13 +85,13 @@ def test_a_copy_that_ended_before_its_kill_is_no_pass(tmp_path, monkeypatch):
 
 
 def test_the_kill_reaches_workers_in_sessions_of_their_own(tmp_path, monkeypatch):
-    launcher = "import subprocess, sys, time; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True).pid, flush=True); time.sleep(60)"
+    launcher = "import subprocess, sys, time; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True).pid, flush=True); time.sleep(600)"
     monkeypatch.setattr("llm_from_scratch.certify._command", lambda arguments, num_ranks: [sys.executable, "-c", launcher])
     with _started([], 2) as process:
         worker = psutil.Process(int(process.stdout.readline()))
         assert worker.is_running()
     assert process.returncode == -signal.SIGKILL
-    assert psutil.wait_procs([worker], timeout=10)[1] == []
+    assert psutil.wait_procs([worker], timeout=120)[1] == []
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):

@@ -59,7 +59,7 @@ def contents(folder):
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="kills a process")
 def test_killed_and_started_again_it_does_the_rest_on_other_workers(capsys):
     write_texts()
-    first, deadline = start(), time.monotonic() + 60
+    first, deadline = start(), time.monotonic() + 300
     while not Path("tokens.work/tasks/00000/manifest.json").exists():
         assert time.monotonic() < deadline and first.poll() is None, first.communicate()
         time.sleep(0.01)

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from ports import free_port
 
 from llm_from_scratch import env
 from llm_from_scratch.env import Ranks, UserError
@@ -29,11 +30,6 @@ def clean_environment(**more):
 def start(code, **environ):
     return subprocess.Popen([sys.executable, "-c", code], env=clean_environment(**environ), text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
 
 
 def test_dist_3_device_is_the_local_rank_and_only_rank_0_writes(tmp_path):
@@ -68,14 +64,14 @@ def test_dist_7_occupied_port_names_the_address_within_the_limit(rank):
             begin = time.monotonic()
             with pytest.raises(UserError, match=f"127.0.0.1:{port}"):
                 env.open_process_group(Ranks(rank, rank, 2), torch.device("cpu"), timeout_seconds=1)
-            assert time.monotonic() - begin < 10
+            assert time.monotonic() - begin < 60
     assert dict(os.environ) == before
     assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_dist_7_peers_that_never_come_end_the_wait(rank):
-    port = free_port()
+    port = str(free_port())
     with patch.dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=port):
         with pytest.raises(UserError) as failure:
             env.open_process_group(Ranks(rank, rank, 2), torch.device("cpu"), timeout_seconds=1)
@@ -91,7 +87,7 @@ def test_dist_7_stale_variables_fail_fast_and_are_named():
         env.read_ranks({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"})
     code = "from llm_from_scratch.env import read_ranks, run_command; run_command(lambda a: print(read_ranks()))"
     process = start(code, RANK="0", WORLD_SIZE="2")
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=300)
     assert process.returncode == 2
     assert len(said.strip().splitlines()) == 1 and said.startswith("error: half-set ranks")
     assert dict(os.environ) == before
@@ -135,27 +131,39 @@ def test_half_precision_only_where_it_is_fast_and_fp16_only_by_name():
         assert env.choose_dtype("fp16", device) == torch.float16
 
 
+NEVER_DONE = """
+import sys, time
+class Wait:
+    def find_spec(self, name, *others):
+        if name.startswith("llm_from_scratch.") and "torch" in sys.modules: time.sleep(600)
+sys.meta_path.insert(0, Wait())
+"""  # imports that are not over before the signal comes
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("command", ["generate", "train"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_during_the_imports_is_one_line(command, number):
-    process = subprocess.Popen([sys.executable, "-m", f"llm_from_scratch.{command}"], env=clean_environment(PYTHONPATH=str(Path(__file__).parents[2])), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    caught, limit = 0, time.monotonic() + 60
+def test_a_signal_during_the_imports_is_one_line(command, number, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(NEVER_DONE)
+    environment = clean_environment(PYTHONPATH=f"{tmp_path}:{Path(__file__).parents[2]}")
+    process = subprocess.Popen([sys.executable, "-m", f"llm_from_scratch.{command}"], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    caught, limit = 0, time.monotonic() + 300
     while not caught & 1 << signal.SIGTERM - 1:
         assert time.monotonic() < limit and process.poll() is None
+        time.sleep(0.005)
         caught = int(Path(f"/proc/{process.pid}/status").read_text().partition("SigCgt:")[2].split()[0], 16)
     process.send_signal(number)
-    assert process.communicate(timeout=60) == ("", f"interrupted by {number.name}\n") and process.returncode == 130
+    assert process.communicate(timeout=300) == ("", f"interrupted by {number.name}\n") and process.returncode == 130
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_after_the_last_words_changes_neither_them_nor_the_code(number, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(f"import atexit, os\natexit.register(lambda: os.kill(os.getpid(), {int(number)}))\n")
-    process = subprocess.run([sys.executable, "-m", "llm_from_scratch.env", "--jsno"], env=clean_environment(PYTHONPATH=f"{tmp_path}:{Path(__file__).parents[2]}"), text=True, capture_output=True, timeout=120)
+    process = subprocess.run([sys.executable, "-m", "llm_from_scratch.env", "--jsno"], env=clean_environment(PYTHONPATH=f"{tmp_path}:{Path(__file__).parents[2]}"), text=True, capture_output=True, timeout=300)
     assert process.returncode == 2 and process.stderr.startswith("error: ") and process.stderr.count("\n") == 1, process.stderr
 
 
 def test_importing_the_package_leaves_signals_alone():
     code = "import signal, sys; sys.argv = ['-m']; import llm_from_scratch.env; print(signal.getsignal(signal.SIGINT) == signal.default_int_handler, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)"
     process = start(code, PYTHONPATH=str(Path(__file__).parents[2]))
-    assert process.communicate(timeout=60)[0] == "True True\n"
+    assert process.communicate(timeout=300)[0] == "True True\n"

@@ -161,7 +161,7 @@ def fill_queue(folder, name):
 def test_semantic_two_processes_share_a_queue(tmp_path):
     workers = [multiprocessing.get_context("fork").Process(target=fill_queue, args=(tmp_path, name)) for name in "ab"]
     for worker in workers: worker.start()
-    for worker in workers: worker.join(60)
+    for worker in workers: worker.join(300)
     assert [worker.exitcode for worker in workers] == [0, 0]
     assert len(ReviewQueue(tmp_path).list()) == 21
 

@@ -70,6 +70,6 @@ def test_an_old_name_that_torch_still_reads_keeps_its_value(environ, value):
 @pytest.mark.slow
 def test_the_command_prints_lines_for_a_shell():
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("NCCL_", "TORCH_"))} | {"NCCL_DEBUG": "INFO"}
-    done = subprocess.run([sys.executable, "-m", "llm_from_scratch.links", "workstation", "--export"], env=environ, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-m", "llm_from_scratch.links", "workstation", "--export"], env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "export NCCL_P2P_DISABLE=1" in done.stdout.splitlines() and "NCCL_DEBUG" not in done.stdout

@@ -87,7 +87,7 @@ def test_reading_and_reading_ahead_at_once_end(local):
     for reader in readers:
         reader.start()
     for reader in readers:
-        reader.join(30)
+        reader.join(300)
     assert not any(reader.is_alive() for reader in readers)
 
 

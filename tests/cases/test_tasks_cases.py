@@ -213,7 +213,7 @@ def test_a_job_runs_in_a_thread_of_the_launcher(tmp_path):
     reports = []
     thread = threading.Thread(target=lambda: reports.append(run_tasks(tasks_of(tmp_path, "ab"), shard, tmp_path / "out", **FAST)))
     thread.start()
-    thread.join(60)
+    thread.join(300)
     assert reports[0].done == ["00000", "00001"]
 
 

@@ -165,17 +165,16 @@ def fill_cache(files, cache, answers):
     answers.put(cached_shards(DataConfig(val_fraction=0.2), ByteTokenizer(), files, "train", cache).manifest["hash"])
 
 
-def test_processes_that_fill_one_cache_agree(tmp_path):
-    files = []
-    for number in range(30):
-        files.append(tmp_path / f"page-{number}.txt")
-        files[-1].write_text(f"page {number}")
+def test_processes_that_fill_one_cache_agree(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # names decide the split: they must not hold the folder's
+    files = [Path(f"page-{number}.txt") for number in range(30)]
+    for file in files: file.write_text(f"page {file.stem}")
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
     workers = [context.Process(target=fill_cache, args=(files, tmp_path / "cache", answers), daemon=True) for _ in range(3)]
     for worker in workers: worker.start()
-    hashes = {answers.get(timeout=60) for _ in workers}
-    for worker in workers: worker.join(60)
+    hashes = {answers.get(timeout=300) for _ in workers}
+    for worker in workers: worker.join(300)
     assert len(hashes) == 1
     assert len([path for path in (tmp_path / "cache" / "shards").iterdir() if path.is_dir()]) == 1
 

@@ -46,13 +46,31 @@ def options(corpus):
     return [*SHAPE, *SHORT, "--data.path", str(corpus), "--data.val-fraction", "0.2", "--data.cache-dir", str(corpus.parent / "cache")]
 
 
-def start(args, **environment):
-    "The command in a process of its own."
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.Popen([sys.executable, "-m", "llm_from_scratch.train", *map(str, args)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+STANDING = """
+import sys, time
+from llm_from_scratch import train
+from llm_from_scratch.env import run_command
+train_on, stops, last = train.train_on, [], int(sys.argv.pop(1))
+class Kept(train.StopRequest):
+    def __enter__(self):
+        stops.append(self)
+        return super().__enter__()
+def stand(training, batch, stop):
+    while training.step == last and not stops[0].reason: time.sleep(0.01)
+    return train_on(training, batch, stop)
+train.StopRequest, train.train_on = Kept, stand
+run_command(train.main)
+"""
 
 
-def finish(process, seconds=120):
+def start(args, stand_after=None):
+    "The command in a process of its own; after a step it may stand still until it is told to stop."
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    program = ["-m", "llm_from_scratch.train"] if stand_after is None else ["-c", STANDING, str(stand_after)]
+    return subprocess.Popen([sys.executable, *program, *map(str, args)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process, seconds=300):
     out, err = process.communicate(timeout=seconds)
     return process.returncode, out, err
 
@@ -61,7 +79,7 @@ def rows(run_dir):
     return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
 
 
-def wait_for_step(run_dir, step, seconds=90):
+def wait_for_step(run_dir, step, seconds=300):
     "Until that step is in the metrics."
     limit = time.monotonic() + seconds
     while time.monotonic() < limit:
@@ -74,7 +92,7 @@ def wait_for_step(run_dir, step, seconds=90):
     raise AssertionError(f"step {step} did not come")
 
 
-def wait_for_checkpoint(run_dir, step, seconds=60):
+def wait_for_checkpoint(run_dir, step, seconds=300):
     limit = time.monotonic() + seconds
     while not (Path(run_dir) / "checkpoints" / f"step_{step:08d}").exists():
         assert time.monotonic() < limit, f"checkpoint {step} did not come"
@@ -121,7 +139,7 @@ def test_sch_1_logged_rate_is_the_formula(undisturbed):
 
 def test_sigterm_saves_exits_3_and_resumes_to_the_bit(options, undisturbed, tmp_path):
     run_dir = tmp_path / "cut"
-    process = start([*options, "--train.steps", "60", "--checkpoint.every-steps", "20", "--eval.every-steps", "30", "--run-dir", run_dir])
+    process = start([*options, "--train.steps", "60", "--checkpoint.every-steps", "20", "--eval.every-steps", "30", "--run-dir", run_dir], stand_after=3)
     wait_for_step(run_dir, 3)
     process.send_signal(signal.SIGTERM)
     code, out, err = finish(process)
@@ -139,7 +157,7 @@ def test_sigterm_saves_exits_3_and_resumes_to_the_bit(options, undisturbed, tmp_
 
 def test_kill_9_resumes_from_the_last_whole_checkpoint(options, undisturbed, tmp_path):
     run_dir = tmp_path / "killed"
-    process = start([*options, "--train.steps", "60", "--checkpoint.every-steps", "20", "--eval.every-steps", "30", "--run-dir", run_dir])
+    process = start([*options, "--train.steps", "60", "--checkpoint.every-steps", "20", "--eval.every-steps", "30", "--run-dir", run_dir], stand_after=25)
     wait_for_step(run_dir, 20)
     wait_for_checkpoint(run_dir, 20)  # written beside the training
     process.kill()
@@ -309,7 +327,7 @@ from llm_from_scratch import train
 from llm_from_scratch.env import run_command
 def sleepy(*args, **options):
     print("asleep", flush=True)
-    time.sleep(60)
+    time.sleep(600)
     raise AssertionError("nobody woke it")
 setattr(train, sys.argv.pop(1), sleepy)
 run_command(train.main)
@@ -326,7 +344,7 @@ def interrupt_in(function, args, number):
         assert line, process.stderr.read()
         read += line
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     return process.returncode, read + out, err
 
 
@@ -374,7 +392,7 @@ def test_divergence_without_a_checkpoint_says_so(options, tmp_path, monkeypatch,
     (["--tokenizer.character-coverage", "0.9"], "tokenizer.character_coverage.*0.98"),
     (["--train.num-threads", "100000"], "train.num_threads.*less than or equal to 1024"),
     (["--tokenizer.vocab-size", "2147483647"], "tokenizer.vocab_size.*less than or equal to 16777216"),
-    (["--data.num-workers", "1000"], r"data.num_workers 1000 asks for 1,000 reading processes on \d+ cores; take at most"),
+    (["--data.num-workers", "100000"], r"data.num_workers 100000 asks for 100,000 reading processes on \d+ cores; take at most"),
     (["--data.mix-changes", "100:web=1"], r"data.mix_changes 100:web=1: write it as '\{1000: \{web: 0.5, code: 0.5\}\}'"),
     (["--data.mix-changes", "{-5: {web: 1}}"], "there is no step -5"),
     (["--data.mix", "web"], "data.mix web: write it as web=0.7 code=0.3"),

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing import connection, forkserver
 
 import torch
+from ports import free_port
 from torch.distributed import run as torchrun
 
 from llm_from_scratch.env import close_process_group, open_process_group, read_ranks
@@ -39,12 +40,6 @@ def server_with_torch(*also):
         forks.set_forkserver_preload(before)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def _enter(task, environ, sender):
     os.environ.update(environ)
     torch.set_num_threads(1)
@@ -59,7 +54,7 @@ def _enter(task, environ, sender):
         os._exit(1)
 
 
-def run_ranks(function, num_ranks, *arguments, ranks_per_machine=None, timeout_seconds=180):
+def run_ranks(function, num_ranks, *arguments, ranks_per_machine=None, timeout_seconds=600):
     "What `function(ranks, *arguments)` returns on each rank, in order; AssertionError where a rank fails or is late."
     shared = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     started, deadline = [], time.monotonic() + timeout_seconds

@@ -105,8 +105,8 @@ def test_a_killed_worker_is_only_missed():
             receiver, sender = forks.Pipe(duplex=False)
             process = forks.Process(target=enter, args=({**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, sender, killed_at), daemon=True)
             process.start(), sender.close(), started.append((process, receiver))
-        served, worked = [receiver.recv() if receiver.poll(120) else None for _, receiver in started[:2]]
-        started[2][0].join(60)
+        served, worked = [receiver.recv() if receiver.poll(600) else None for _, receiver in started[:2]]
+        started[2][0].join(300)
         code = started[2][0].exitcode
     finally:
         for process, receiver in started: process.kill(), process.join(), receiver.close()

@@ -1,7 +1,8 @@
 import os
-import socket
 import subprocess
 import sys
+
+from ports import free_port
 
 CODE = """
 import os
@@ -29,15 +30,13 @@ def clean_environment():
 
 
 def test_two_processes_meet_and_part():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
+    port = str(free_port())
     shared = clean_environment() | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        lonely = {"MASTER_PORT": str(server.getsockname()[1]), "LIMIT": "2", "RANK": "0", "LOCAL_RANK": "0"}
+    lonely = {"MASTER_PORT": str(free_port()), "LIMIT": "2", "RANK": "0", "LOCAL_RANK": "0"}
     processes = [subprocess.Popen([sys.executable, "-c", CODE], env=shared | own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
                  for own in ({"RANK": "0", "LOCAL_RANK": "0"}, {"RANK": "1", "LOCAL_RANK": "1"}, lonely)]
     try:
-        said = [process.communicate(timeout=90) for process in processes]
+        said = [process.communicate(timeout=300) for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -53,6 +52,6 @@ def test_torchrun_hosts_the_meeting(tmp_path):
     script = tmp_path / "meet.py"
     script.write_text(CODE)
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
-                          env=clean_environment() | {"SAY_IN": str(tmp_path)}, capture_output=True, text=True, timeout=120)
+                          env=clean_environment() | {"SAY_IN": str(tmp_path)}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["0 False 3.0", "1 False 3.0"]

@@ -136,7 +136,7 @@ def everything(ranks): return starve_each_way(ranks), odd_cases(ranks), learn(ra
 @pytest.fixture(scope="module")
 def of_two_ranks():
     "What two ranks found, the same on both."
-    first, second = run_ranks(everything, 2, timeout_seconds=120)
+    first, second = run_ranks(everything, 2)
     assert first == second
     return first
 

@@ -54,20 +54,34 @@ def save_for_ever(folder, report, same_step):
         prune_checkpoints(folder, keep=2)
 
 
+def stop_in_a_save(child, folder):
+    "Halt the saver again and again, until it stands where its draft is there."
+    while True:
+        os.kill(child, signal.SIGSTOP)
+        os.waitpid(child, os.WUNTRACED)
+        if any(entry.name.startswith(".step_") for entry in Path(folder).iterdir()):
+            return
+        os.kill(child, signal.SIGCONT)
+        time.sleep(random.uniform(0, 0.005))
+
+
 def kill_while_saving(folder, same_step):
-    "Fork a saver, kill -9 it at a random moment, look at what it left; one JSON line a round."
-    for _ in range(NUM_KILLS):
+    "Fork a saver, kill -9 it at a random moment, the first time in the middle of a save; look at what it left; one JSON line a round."
+    for number in range(NUM_KILLS):
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
             save_for_ever(folder, writer, same_step)
         os.close(writer)
-        told = os.read(reader, 64).split()
-        time.sleep(random.uniform(0, 0.05))
+        told = os.read(reader, 64)
+        if number == 0:
+            stop_in_a_save(child, folder)
+        else:
+            time.sleep(random.uniform(0, 0.05))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         with os.fdopen(reader, "rb") as pipe:
-            told += pipe.read().split()
+            told = (told + pipe.read()).split()
         problems = {path.name: verify_checkpoint(path) for path in list_checkpoints(folder)}
         newest = latest_checkpoint(folder)
         net = net_of(-1)
@@ -88,7 +102,7 @@ def killed(tmp_path_factory):
     going_on, same = tmp_path_factory.mktemp("going_on"), tmp_path_factory.mktemp("same")
     save_checkpoint(same, {"model": net_of(6), "progress": {"step": 6}}, step=6)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, __file__, going_on, same], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, __file__, going_on, same], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     rounds = [json.loads(line) for line in done.stdout.splitlines()]
     return going_on, rounds[:NUM_KILLS], rounds[NUM_KILLS:]

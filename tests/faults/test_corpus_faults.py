@@ -13,9 +13,11 @@ from pathlib import Path
 import pyarrow
 import pytest
 from crawl_pages import CHINESE, Built, balance, build, page, prose, record, write_crawl
+from ports import free_port
 from pyarrow import parquet
 
 from llm_from_scratch import assembly, shard_cleaning
+from llm_from_scratch.artifacts import Lock
 from llm_from_scratch.env import UserError, run_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,6 +44,15 @@ def wait_until(condition, seconds=300):
         time.sleep(0.01)
 
 
+def are_free(*locks):
+    "A killed launcher's worker has its locks until it is gone."
+    try:
+        for lock in locks:
+            with Lock(lock): pass
+    except UserError: return False
+    return True
+
+
 def fork_build(*arguments, patch=lambda: None):
     "The command in a forked process; its number."
     launcher = os.fork()
@@ -62,7 +73,7 @@ def hold_shards(tasks, num_free):
     return lambda: setattr(shard_cleaning, "sign_documents", wait_and_sign)
 
 
-def slow_page(): assembly.write_page = lambda *values: time.sleep(60)
+def slow_page(): assembly.write_page = lambda *values: time.sleep(600)
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +95,7 @@ def kill_twice(crawl, out):
     os.kill(launcher, signal.SIGKILL)
     os.waitpid(launcher, 0)
     assert len(list(tasks.glob("0*"))) < 6
+    wait_until(lambda: are_free(Path(f"{out}.work/.lock"), tasks / ".tasks.lock"))
     launcher = fork_build("--inputs", crawl, "--out", out, patch=slow_page)
     wait_until(lambda: list(out.parent.glob(f".{out.name}.tmp-*/report.json")))
     os.kill(launcher, signal.SIGKILL)
@@ -182,14 +194,14 @@ def test_ctrl_c_in_a_terminal_is_one_line(crawl, tmp_path):
     wait_until(lambda: (tmp_path / "out.work/tasks").exists())
     time.sleep(0.1) # its worker is importing
     os.killpg(started.pid, signal.SIGINT)
-    said = started.communicate(timeout=60)[1]
+    said = started.communicate(timeout=300)[1]
     assert started.returncode == 3 and "Traceback" not in said and "the same command goes on" in said, said
 
 
 @pytest.mark.slow
 def test_a_corpus_goes_from_a_store_to_a_store(crawl, whole, tmp_path, monkeypatch):
     storage = pytest.importorskip("test_storage_s3", reason="needs moto's server and s3fs")
-    port = storage.free_port()
+    port = free_port()
     server = storage.start_server(port)
     try:
         for name, value in {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1", "LLM_CACHE": str(tmp_path / "cache")}.items(): monkeypatch.setenv(name, value)

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,18 +21,20 @@ from llm_from_scratch.token_shards import document_at, open_shards, write_shards
 pytest.importorskip("moto.server", reason="moto[server] is not installed")
 s3fs = pytest.importorskip("s3fs")
 
-from test_storage_s3 import free_port, start_server  # noqa: E402
+from ports import free_port  # noqa: E402
+from test_storage_s3 import start_server  # noqa: E402
 
 SHARD_BYTES = 40_000
 URL = "s3://data/tokens"
 
 
 class Proxy:
-    "Passes bytes on to a server. `num_cuts` times it drops an answer after `cut_after` bytes, and refuses connections for a moment."
+    "Passes bytes on to a server. `num_cuts` times it drops an answer after `cut_after` bytes, and refuses connections until it is `back`."
 
     def __init__(self, port):
         self.target, self.port, self.num_cuts, self.cut_after, self.cuts_done, self.bytes_sent = port, free_port(), 0, 0, 0, 0
-        self.away, self.listener = threading.Event(), self.listen()
+        self.away, self.back, self.listener = threading.Event(), threading.Event(), self.listen()
+        self.back.set()
         threading.Thread(target=self.serve, daemon=True).start()
 
     def listen(self):
@@ -49,6 +52,7 @@ class Proxy:
                 time.sleep(0.1)
                 self.listener = self.listen()
                 self.away.clear()
+                self.back.set()
             try:
                 client, _ = self.listener.accept()
             except TimeoutError:
@@ -66,6 +70,7 @@ class Proxy:
                 self.bytes_sent += len(data) if is_answer else 0
                 if is_answer and passed > self.cut_after and self.cuts_done < self.num_cuts:
                     self.cuts_done += 1
+                    self.back.clear()
                     self.away.set()
                     break
                 target.sendall(data)
@@ -84,6 +89,7 @@ def proxy():
         patch.setenv(name, value)
     patch.setattr(s3fs.S3FileSystem, "retries", 1)  # the library's own tries would hide ours
     patch.setattr(shard_cache, "RETRY_SECONDS", (0.2, 0.4))
+    patch.setattr(shard_cache, "time", SimpleNamespace(sleep=lambda seconds: proxy.back.wait(60)))  # the next try comes when it can be answered
     s3fs.S3FileSystem.clear_instance_cache()
     s3fs.S3FileSystem().mkdir("data")
     yield proxy
@@ -180,7 +186,7 @@ def test_two_processes_share_one_cache(proxy, local, tmp_path):
     readers = [context.Process(target=read_all, args=(tmp_path, order, answers), daemon=True) for order in orders]
     for reader in readers:
         reader.start()
-    found = [answers.get(timeout=60) for _ in readers]
+    found = [answers.get(timeout=300) for _ in readers]
     for reader in readers:
         reader.join(60)
     assert sorted(found) == [[0, 2, 4, 6], [6, 4, 2, 0]]

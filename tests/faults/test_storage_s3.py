@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,7 +12,9 @@ import urllib.error
 import urllib.request
 
 import pytest
+from ports import free_port
 
+from llm_from_scratch import storage
 from llm_from_scratch.artifacts import write_atomic, write_manifest
 from llm_from_scratch.env import UserError
 from llm_from_scratch.storage import BLOCK_BYTES, fetch, list_files, open_binary, publish_folder
@@ -22,16 +23,10 @@ pytest.importorskip("moto.server", reason="moto[server] is not installed")
 s3fs = pytest.importorskip("s3fs")
 
 
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def start_server(port):
     command = [sys.executable, "-c", "from moto.server import main; main()", "-H", "127.0.0.1", "-p", str(port)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while True:
         try:
             urllib.request.urlopen(f"http://127.0.0.1:{port}/moto-api/", timeout=1)
@@ -156,6 +151,14 @@ def fork_publisher(folder, url):
     publisher = os.fork()
     if publisher == 0:
         s3fs.S3FileSystem.clear_instance_cache()
+        send, sent = storage._send, []
+
+        def send_four(*arguments):
+            if len(sent) == 4:
+                time.sleep(600)  # until it is killed
+            sent.append(send(*arguments))
+
+        storage._send = send_four
         publish_folder(folder, url)
         os._exit(0)
     return publisher
@@ -166,8 +169,8 @@ def test_a_publisher_killed_midway_leaves_no_manifest(bucket, tmp_path):
     for number in range(15):
         write_atomic(tmp_path / "set" / f"{number:05}.bin", bytes([number]) * 50_000)
     write_manifest(tmp_path / "set", kind="corpus", inputs={})
-    publisher, deadline = fork_publisher(tmp_path / "set", "s3://crawl/out"), time.monotonic() + 30
-    while len(bucket.find("crawl/out", refresh=True)) < 4 and time.monotonic() < deadline:
+    publisher, deadline = fork_publisher(tmp_path / "set", "s3://crawl/out"), time.monotonic() + 120
+    while len(bucket.find("crawl/out", refresh=True)) < 5 and time.monotonic() < deadline:
         bucket.invalidate_cache()
         time.sleep(0.02)
     os.kill(publisher, signal.SIGKILL)

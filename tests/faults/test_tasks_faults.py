@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -63,10 +64,14 @@ def is_free(lock):
 
 
 def busy_processes(busy):
-    return [psutil.Process(int(mark.name)) for mark in busy.iterdir() if psutil.pid_exists(int(mark.name))]
+    found = []
+    for mark in busy.iterdir():
+        with suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(int(mark.name)))
+    return found
 
 
-def wait_until(condition, seconds=60):
+def wait_until(condition, seconds=300):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
@@ -74,7 +79,10 @@ def wait_until(condition, seconds=60):
 
 
 def is_gone(process):
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it went in between
+        return True
 
 
 @pytest.fixture
@@ -151,7 +159,7 @@ def end_launcher(folder, start_method, number):
     finally:
         os.kill(launcher, ending)
         code = os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1])
-    wait_until(lambda: all(map(is_gone, workers)), 10)
+    wait_until(lambda: all(map(is_gone, workers)))
     finished = sorted(path.name for path in (folder / "out").glob("0*"))
     assert finished == ["00000", "00001"]
     (folder / "go on").touch()

@@ -46,7 +46,7 @@ def drift(root: Path, scratch: Path) -> list[str]:
         if path.name != "__init__.py":
             path.unlink()
     script = "from nbdev.doclinks import nbdev_export; nbdev_export()"
-    result = subprocess.run([sys.executable, "-c", script], cwd=scratch, capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", script], cwd=scratch, capture_output=True, text=True, timeout=300)
     if result.returncode:
         return [f"nbdev_export fails: {result.stderr.strip().splitlines()[-1]}"]
     notebook_of = {nb.module.replace(".", "/") + ".py": nb.name for nb in modules_in_order(root)}

@@ -34,7 +34,7 @@ def small_site(tmp_path):
 
 
 def build(root):
-    return subprocess.run(["bash", root / "scripts" / "docs.sh"], capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+    return subprocess.run(["bash", root / "scripts" / "docs.sh"], capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL)
 
 
 @pytest.mark.slow
@@ -63,7 +63,7 @@ def test_doc_6_a_missing_page_and_a_broken_link_are_named(small_site):
     (small_site / "_docs").mkdir()
     (small_site / "_docs" / "index.html").write_text('<h1>Numbers</h1><a href="gone.html#x">there</a><a href="https://example.org">far</a>')
     command = [sys.executable, "scripts/docs.py", "finish", "_docs"]
-    result = subprocess.run(command, cwd=small_site, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, cwd=small_site, capture_output=True, text=True, timeout=300)
     assert result.returncode == 1
     assert "nbs/00_sums.ipynb: no page _docs/sums.html" in result.stderr
     assert "_docs/index.html: broken link gone.html" in result.stderr and "example.org" not in result.stderr
