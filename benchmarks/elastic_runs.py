@@ -63,7 +63,10 @@ class Launcher:
         program = [__file__, "train", *OPTIONS, *make_corpus(home), "--train.steps", str(steps), "--run-dir", str(run_dir), "--resume", "auto"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environ}
         self.log = open(home / f"launcher-{time.time_ns()}.log", "w+")
-        self.process = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", *launch, *program], env=environment, stdout=self.log, stderr=subprocess.STDOUT)
+        self.process = self.start([*launch, *program], environment)
+
+    def start(self, arguments: list[str], environment: dict[str, str]) -> subprocess.Popen:
+        return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", *arguments], env=environment, stdout=self.log, stderr=subprocess.STDOUT)
 
     def __enter__(self):
         return self
@@ -120,31 +123,31 @@ def wait_for(what, seconds: float, launchers: list[Launcher]):
     return found
 
 
-def undisturbed(home: Path, steps: int) -> dict[int, float]:
+def undisturbed(home: Path, steps: int, launcher: type[Launcher]) -> dict[int, float]:
     "The losses of a run in one sitting, on two ranks."
-    with Launcher(home, home / "undisturbed", steps, "--standalone", "--nproc-per-node", "2") as launcher:
-        assert launcher.process.wait(timeout=300) == 0, launcher.said()
+    with launcher(home, home / "undisturbed", steps, "--standalone", "--nproc-per-node", "2") as calm:
+        assert calm.process.wait(timeout=300) == 0, calm.said()
     return losses(home / "undisturbed")
 
 
-def twenty_kills(home: Path, num_kills: int, chance: random.Random) -> dict:
+def twenty_kills(home: Path, num_kills: int, chance: random.Random, launcher: type[Launcher] = Launcher) -> dict:
     "Kill a rank with -9 some steps after each start."
     run_dir, steps, kills, begun_at = home / "killed", 20 * num_kills + 20, [], time.monotonic()
-    with Launcher(home, run_dir, steps, "--standalone", "--nproc-per-node", "2", "--max-restarts", str(num_kills)) as launcher:
+    with launcher(home, run_dir, steps, "--standalone", "--nproc-per-node", "2", "--max-restarts", str(num_kills)) as one:
         for number in range(num_kills):
-            begun = wait_for(lambda: len(starts(run_dir)) > number and starts(run_dir)[number], 120, [launcher])
+            begun = wait_for(lambda: len(starts(run_dir)) > number and starts(run_dir)[number], 120, [one])
             first_start = time.monotonic() - begun_at if number == 0 else first_start
             target = begun["step"] + chance.randrange(12, 20)
-            step = wait_for(lambda: (newest := max(losses(run_dir), default=0)) >= target and newest, 120, [launcher])
+            step = wait_for(lambda: (newest := max(losses(run_dir), default=0)) >= target and newest, 120, [one])
             rank = chance.randrange(2)
-            launcher.workers()[rank].kill()
+            one.workers()[rank].kill()
             killed = time.monotonic()
-            again = wait_for(lambda: len(starts(run_dir)) > number + 1 and starts(run_dir)[number + 1], 120, [launcher])
+            again = wait_for(lambda: len(starts(run_dir)) > number + 1 and starts(run_dir)[number + 1], 120, [one])
             kills.append({"rank": rank, "step": step, "back_to": again["step"], "seconds": round(time.monotonic() - killed, 2)})
             print(kills[-1], flush=True)
-        launcher.process.wait(timeout=200)
-        code = launcher.process.returncode
-    same = losses(run_dir) == undisturbed(home, steps)
+        one.process.wait(timeout=200)
+        code = one.process.returncode
+    same = losses(run_dir) == undisturbed(home, steps, launcher)
     return {"what": "kills", "steps": steps, "kills": kills, "first_start_seconds": round(first_start, 2), "exit_code": code, "same_losses": same}
 
 
@@ -154,7 +157,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def elastic(home: Path, steps: int = 400) -> dict:
+def elastic(home: Path, steps: int = 400, launcher: type[Launcher] = Launcher) -> dict:
     """Two launchers; the one that does not hold the rendezvous is killed with -9, the run goes on alone, another one joins.
 
     Without the variable a newcomer waits in vain for the address of a store that the old launchers told each other in an earlier round (torch 2.13).
@@ -174,18 +177,18 @@ def elastic(home: Path, steps: int = 400) -> dict:
         note("start", ranks=num_ranks, from_step=again["step"])
         wait_for(lambda: max(losses(run_dir), default=0) >= again["step"] + 15, 150, others)
 
-    with Launcher(home, run_dir, steps, *launch, "--rdzv-conf", f"is_host=1,{conf}", **environ) as first:
-        with Launcher(home, run_dir, steps, *launch, "--rdzv-conf", f"is_host=0,{conf}", **environ) as second:
+    with launcher(home, run_dir, steps, *launch, "--rdzv-conf", f"is_host=1,{conf}", **environ) as first:
+        with launcher(home, run_dir, steps, *launch, "--rdzv-conf", f"is_host=0,{conf}", **environ) as second:
             goes_on(0, 2, [first])
             second.kill()
             note("a launcher is killed")
             goes_on(len(starts(run_dir)), 1, [first])
-        with Launcher(home, run_dir, steps, *launch, "--rdzv-conf", f"is_host=0,{conf}", **environ) as third:
+        with launcher(home, run_dir, steps, *launch, "--rdzv-conf", f"is_host=0,{conf}", **environ) as third:
             note("a launcher comes")
             goes_on(len(starts(run_dir)), 2, [first, third])
             first.process.wait(timeout=200), third.process.wait(timeout=60)
             codes = [first.process.returncode, third.process.returncode]
-    calm, found = undisturbed(home, steps), losses(run_dir)
+    calm, found = undisturbed(home, steps, launcher), losses(run_dir)
     worst = max(abs(found[step] - calm[step]) / calm[step] for step in calm)
     return {"what": "elastic", "steps": steps, "events": events, "exit_codes": codes, "same_steps": list(found) == list(calm), "largest_relative_difference": worst}
 

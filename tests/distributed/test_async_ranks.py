@@ -5,7 +5,7 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import forks, free_port, run_ranks, server_with_torch
+from ranks import forks, free_port, run_ranks
 from torch import nn
 
 from llm_from_scratch.async_training import LocalSGD, ParameterServer, Worker, pack
@@ -16,12 +16,6 @@ from llm_from_scratch.env import Ranks, open_process_group, read_ranks
 from llm_from_scratch.optim import build_optimizer
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def loaded_server():
-    with server_with_torch():
-        yield
 
 
 class Tiny(nn.Module):

@@ -2,13 +2,14 @@
 import json
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from ranks import run_ranks, server_with_torch
 from test_distributed_ranks import parts_of
-from test_train_ranks import command, errors, finish, losses
+from test_train_ranks import command, errors, finish, forked, losses
 
 from llm_from_scratch.checkpointing import load_checkpoint, load_run, pack_state, verify_checkpoint, write_checkpoint
 from llm_from_scratch.config import ModelConfig, build_config
@@ -194,27 +195,34 @@ def options(tmp_path_factory):
             "--checkpoint.every-steps", 3, "--data.path", folder, "--data.val-fraction", 0.2, "--data.cache-dir", folder.parent / "cache"]
 
 
+@pytest.fixture(scope="module")
+def losses_of_ddp(options, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ddp")
+    code, out = finish(forked(folder, 2, *options, "--train.steps", 6, "--run-dir", folder / "run"))
+    assert code == 0, out
+    return losses(folder / "run")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
-def test_ckpt_6_training_under_torchrun_from_start_to_resume(options, tmp_path, stage):
+def test_ckpt_6_training_under_torchrun_from_start_to_resume(options, losses_of_ddp, tmp_path, stage):
     own = tmp_path / "ds.json"
     own.write_text(json.dumps({"zero_optimization": {"stage3_param_persistence_threshold": 0}}))
     engine = ["--engine.kind", "deepspeed", "--engine.zero-stage", stage, "--engine.deepspeed-config", own]
-    code, out = finish(command(2, *options, "--train.steps", 6, "--run-dir", tmp_path / "ddp"))
-    assert code == 0, out
-    code, out = finish(command(2, *options, *engine, "--train.steps", 6, "--run-dir", tmp_path / "zero"))
+    launch = partial(command, 2) if stage == 2 else partial(forked, tmp_path, 2)  # once with processes that import DeepSpeed as a user's do
+    code, out = finish(launch(*options, *engine, "--train.steps", 6, "--run-dir", tmp_path / "zero"))
     assert code == 0, out
     whole = losses(tmp_path / "zero")
-    assert whole == pytest.approx(losses(tmp_path / "ddp"), rel=1e-5) and list(whole) == list(range(1, 7))
+    assert whole == pytest.approx(losses_of_ddp, rel=1e-5) and list(whole) == list(range(1, 7))
     shutil.rmtree(tmp_path / "zero" / "checkpoints" / "step_00000006")
     shutil.copytree(tmp_path / "zero", tmp_path / "alone")
     other = ["--resume", "auto", "--allow-change", "engine.zero_stage", "--engine.zero-stage", 1]
-    code, out = finish(command(2, "--run-dir", tmp_path / "zero", *other))
+    code, out = finish(forked(tmp_path, 2, "--run-dir", tmp_path / "zero", *other))
     assert code != 0 and len(errors(out)) == 1 and f"is of ZeRO-{stage}, this run of ZeRO-1" in out, out
-    code, out = finish(command(2, "--run-dir", tmp_path / "zero", "--resume", "auto"))
+    code, out = finish(forked(tmp_path, 2, "--run-dir", tmp_path / "zero", "--resume", "auto"))
     assert code == 0, out
     assert losses(tmp_path / "zero") == whole
-    code, out = finish(command(1, "--run-dir", tmp_path / "alone", "--resume", "auto"))
+    code, out = finish(forked(tmp_path, 1, "--run-dir", tmp_path / "alone", "--resume", "auto"))
     assert code == 0 and "the checkpoint was written by 2 ranks: its pieces are cut anew for 1" in out, out
     assert losses(tmp_path / "alone") == pytest.approx(whole, rel=1e-5)
     assert not [path for path in (tmp_path / "alone" / "checkpoints").iterdir() if path.name.startswith(".")]
@@ -227,9 +235,9 @@ def test_muon_and_a_contradicting_json_are_refused_in_one_line(options, tmp_path
     own = Path(tmp_path, "ds.json")
     own.write_text(json.dumps({"train_batch_size": 16}))
     engine = ["--engine.kind", "deepspeed", "--run-dir", tmp_path / "run"]
-    code, out = finish(command(2, *options, *engine, "--optim.kind", "muon", "--engine.zero-stage", 3))
+    code, out = finish(forked(tmp_path, 2, *options, *engine, "--optim.kind", "muon", "--engine.zero-stage", 3))
     assert code != 0 and len(errors(out)) == 1 and "ZeRO-3 cuts them" in errors(out)[0], out
-    code, out = finish(command(2, *options, *engine, "--engine.deepspeed-config", own))
+    code, out = finish(forked(tmp_path, 2, *options, *engine, "--engine.deepspeed-config", own))
     assert code != 0 and len(errors(out)) == 1 and "train_batch_size 16, the run's train.global_batch makes it 8" in errors(out)[0], out
 
 

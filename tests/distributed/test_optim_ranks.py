@@ -3,7 +3,7 @@ import math
 
 import pytest
 import torch
-from ranks import run_ranks, server_with_torch
+from ranks import run_ranks
 from torch import nn
 
 from llm_from_scratch.config import OptimConfig, TrainConfig
@@ -13,12 +13,6 @@ from llm_from_scratch.optim import Clipper, build_optimizer
 from llm_from_scratch.precision import LossScaler
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def loaded_server():
-    with server_with_torch():
-        yield
 
 
 class Line(nn.Module):

@@ -15,7 +15,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import free_port, run_ranks, server_with_torch
+from ranks import free_port, run_ranks
+from test_train_ranks import finish, forked
 
 from llm_from_scratch import rank_checks
 from llm_from_scratch.env import Ranks, UserError, close_process_group, open_process_group, read_ranks
@@ -74,14 +75,8 @@ def look(ranks):
     return answers
 
 
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    with server_with_torch("llm_from_scratch.preflight", "llm_from_scratch.watchdog"):
-        yield
-
-
 @pytest.fixture(scope="module")
-def answers(server):
+def answers():
     return run_ranks(look, 2)
 
 
@@ -212,7 +207,7 @@ def enter(scene, folder, environ):
 
 
 @pytest.fixture(scope="module")
-def ends(server, tmp_path_factory):
+def ends(tmp_path_factory):
     "Exit codes, standard errors and files of every scene."
     started, deadline = {}, time.monotonic() + 600
     try:
@@ -300,19 +295,11 @@ def test_a_training_run_that_stands_still_ends_with_names(tmp_path):
     pages.mkdir()
     for number in range(30):
         (pages / f"{number}.txt").write_text("".join(f"{number} times {factor} is {number * factor}\n" for factor in range(40)))
-    (tmp_path / "sleepy.py").write_text(ONE_RANK_SLEEPS)
     options = ["--model.hidden-size", 32, "--model.num-layers", 1, "--model.num-heads", 2, "--tokenizer.vocab-size", 300, "--train.seq-len", 32, "--train.global-batch", 8,
                "--train.micro-batch", 4, "--train.num-threads", 1, "--train.dtype", "fp32", "--optim.kind", "adamw", "--log.tensorboard", "False", "--data.path", pages,
                "--data.val-fraction", 0.2, "--data.cache-dir", tmp_path / "cache", "--train.steps", 10, "--engine.timeout-seconds", 30, "--run-dir", run_dir]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", tmp_path / "sleepy.py", *options]
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([str(part) for part in command], env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
-    try:
-        out, _ = process.communicate(timeout=280)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode != 0 and f"exitcode  : {STALLED}" in out.replace("exitcode :", "exitcode  :"), out
+    code, out = finish(forked(tmp_path, 2, *options, program=ONE_RANK_SLEEPS, max_restarts=0), 280)
+    assert code != 0 and f"exitcode  : {STALLED}" in out.replace("exitcode :", "exitcode  :"), out
     line = verdict([out])
     assert "rank 0 in all_reduce" in line and "(step 4, " in line and "agree" in line and "rank 1 has not come: step 3" in line and "sleepy" in line, line
     assert sorted(path.name for path in run_dir.glob("stalled_*")) == ["stalled_rank_0.txt", "stalled_rank_1.txt"]

@@ -10,8 +10,8 @@ from llm_from_scratch.train import build_training, fit, prepare_data
 
 
 @pytest.fixture(scope="module", autouse=True)
-def server():
-    with server_with_torch():
+def server_with_deepspeed():
+    with server_with_torch("deepspeed.runtime.engine"):
         yield
 
 

@@ -4,19 +4,13 @@ import json
 import shutil
 
 import pytest
-from ranks import run_ranks, server_with_torch
+from ranks import run_ranks
 
 from llm_from_scratch import train
 from llm_from_scratch.background_saves import SaveSchedule
 from llm_from_scratch.checkpointing import list_checkpoints, verify_checkpoint
 from llm_from_scratch.config import build_config
 from llm_from_scratch.train import open_saver, save_if_due
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    with server_with_torch():
-        yield
 
 
 def small(folder):

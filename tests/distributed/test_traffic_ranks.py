@@ -3,7 +3,7 @@ import sys
 
 import pytest
 import torch
-from ranks import run_ranks, server_with_torch
+from ranks import run_ranks
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -136,7 +136,7 @@ def everything(ranks): return starve_each_way(ranks), odd_cases(ranks), learn(ra
 @pytest.fixture(scope="module")
 def of_two_ranks():
     "What two ranks found, the same on both."
-    with server_with_torch(): first, second = run_ranks(everything, 2)
+    first, second = run_ranks(everything, 2)
     assert first == second
     return first
 

@@ -5,19 +5,39 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
+from ranks import ForkedTorchrun
 
 ROOT = Path(__file__).parents[2]
 
 
-def command(num_ranks, *args, program=("-m", "llm_from_scratch.train")):
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def command(num_ranks, *args):
+    "Training as a user starts it; every process imports torch for itself."
     launcher = ["-m", "torch.distributed.run", "--standalone", "--max-restarts", "1", "--nproc-per-node", str(num_ranks)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    arguments = [sys.executable, *launcher, *program, *map(str, args)]
-    return subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    arguments = [sys.executable, *launcher, "-m", "llm_from_scratch.train", *map(str, args)]
+    return subprocess.Popen(arguments, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+
+
+TRAIN = """
+from llm_from_scratch import train
+from llm_from_scratch.env import run_command
+run_command(train.main)
+"""
+
+
+def forked(folder, num_ranks, *args, program=TRAIN, max_restarts=1):
+    "The same, in processes that have torch already; the program and what it says are files of the folder."
+    log = Path(tempfile.mkstemp(".txt", dir=folder)[1])
+    script = log.with_suffix(".py")
+    script.write_text(program)
+    return ForkedTorchrun(["--standalone", "--max-restarts", max_restarts, "--nproc-per-node", num_ranks, script, *args], ENVIRONMENT, log)
 
 
 def finish(process, seconds=300):
@@ -46,8 +66,9 @@ def options(tmp_path_factory):
 
 
 def test_two_ranks_give_the_curve_of_one(options, tmp_path):
-    for num_ranks in (1, 2):
-        code, out = finish(command(num_ranks, *options, "--train.steps", 20, "--run-dir", tmp_path / str(num_ranks)))
+    steps = [*options, "--train.steps", 20, "--run-dir"]
+    for process in (forked(tmp_path, 1, *steps, tmp_path / "1"), command(2, *steps, tmp_path / "2")):
+        code, out = finish(process)
         assert code == 0, out
     one, two = losses(tmp_path / "1"), losses(tmp_path / "2")
     assert list(one) == list(two) == list(range(1, 21))
@@ -70,7 +91,7 @@ def test_a_stop_reaches_all_ranks_and_is_not_restarted(options, tmp_path):
     assert json.loads((run_dir / "stopped.json").read_text())["exit_code"] == 3
     assert out.count("stopped after step") == 1, out
     last = max(losses(run_dir))
-    code, out = finish(command(1, "--run-dir", run_dir, "--resume", "auto", "--train.steps", last + 3))
+    code, out = finish(forked(tmp_path, 1, "--run-dir", run_dir, "--resume", "auto", "--train.steps", last + 3))
     assert code == 0, out
     assert list(losses(run_dir)) == list(range(1, last + 4))
     assert "the learning rate at step" in out
@@ -82,10 +103,9 @@ def errors(out):
 
 def test_a_mistake_of_all_ranks_is_told_once(options, tmp_path):
     nowhere = tmp_path / "nowhere"
-    code, out = finish(command(2, *options, "--data.path", nowhere, "--train.steps", 2, "--run-dir", tmp_path / "run"))
+    code, out = finish(forked(tmp_path, 2, *options, "--data.path", nowhere, "--train.steps", 2, "--run-dir", tmp_path / "run"))
     assert code != 0
     assert len(errors(out)) == 1 and str(nowhere) in errors(out)[0], out
-    assert "interrupted" not in out
     stopped = json.loads((tmp_path / "run" / "stopped.json").read_text())
     assert stopped["exit_code"] == 2 and str(nowhere) in stopped["reason"]
 
@@ -101,9 +121,8 @@ run_command(train.main)
 
 
 def test_a_rank_that_is_slow_to_write_down_a_mistake_is_not_interrupted(options, tmp_path):
-    script, nowhere = tmp_path / "slow_rank_0.py", tmp_path / "nowhere"
-    script.write_text(SLOW_RANK_0)
-    code, out = finish(command(2, *options, "--data.path", nowhere, "--train.steps", 2, "--run-dir", tmp_path / "run", program=[str(script)]))
+    launch = [*options, "--data.path", tmp_path / "nowhere", "--train.steps", 2, "--run-dir", tmp_path / "run"]
+    code, out = finish(forked(tmp_path, 2, *launch, program=SLOW_RANK_0, max_restarts=0))  # a restart's ranks may be interrupted before they know
     assert code != 0 and len(errors(out)) == 1 and "interrupted" not in out, out
     assert json.loads((tmp_path / "run" / "stopped.json").read_text())["exit_code"] == 2
 
@@ -124,9 +143,7 @@ run_command(train.main)
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_mistake_of_one_rank_is_told_by_it(options, tmp_path, rank):
-    script = tmp_path / "one_rank.py"
-    script.write_text(ONE_RANK.replace("WRONG", repr(rank)))
-    code, out = finish(command(2, *options, "--train.steps", 2, "--run-dir", tmp_path / "run", program=[str(script)]))
+    code, out = finish(forked(tmp_path, 2, *options, "--train.steps", 2, "--run-dir", tmp_path / "run", program=ONE_RANK.replace("WRONG", repr(rank)), max_restarts=0))
     assert code != 0
     assert errors(out) == ["error: my/own/file: cannot be read"], out
     assert "interrupted" not in out and "connection" not in out.lower(), out
@@ -147,18 +164,14 @@ run_command(train.main)
 
 @pytest.mark.slow
 def test_a_stop_during_the_report_is_told_once_and_resumed(options, tmp_path):
-    script, run_dir = tmp_path / "slow_report.py", tmp_path / "run"
-    script.write_text(SLOW_REPORT)
-    process = command(2, *options, "--train.steps", 3, "--run-dir", run_dir, program=[str(script)])
-    seen = ""
-    while "asleep" not in seen:
-        line = process.stdout.readline()
-        assert line, seen
-        seen += line
+    run_dir = tmp_path / "run"
+    process, limit = forked(tmp_path, 2, *options, "--train.steps", 3, "--run-dir", run_dir, program=SLOW_REPORT), time.monotonic() + 300
+    while "asleep" not in process.said() and time.monotonic() < limit and process.poll() is None:
+        time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     code, out = finish(process)
     assert out.count("stopped after step 3, before its report, saved; go on with:") == 1, out
     assert "interrupted" not in out and "error: " not in out
     assert json.loads((run_dir / "stopped.json").read_text())["exit_code"] == 3
-    code, out = finish(command(1, "--run-dir", run_dir, "--resume", "auto"))
+    code, out = finish(forked(tmp_path, 1, "--run-dir", run_dir, "--resume", "auto"))
     assert code == 0 and (run_dir / "report" / "index.html").exists(), out
