@@ -14,8 +14,8 @@ def pytest_collection_modifyitems(items):
         items[place] = item
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def server():
-    "One for all modules: a new one would load torch again."
+    "One for all modules of this folder, since a new one would load torch again; other tests have their own."
     with server_with_torch():
         yield
