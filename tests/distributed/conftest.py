@@ -1,8 +1,10 @@
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from ranks import server_with_torch
 
+LOADED = []  # the server that this folder's ranks fork from, while there is one
 LONGEST = ("test_elastic_ranks.py", "test_deepspeed_engine_ranks.py")
 
 
@@ -14,8 +16,16 @@ def pytest_collection_modifyitems(items):
         items[place] = item
 
 
-@pytest.fixture(scope="package", autouse=True)
-def server():
-    "One for all modules of this folder, since a new one would load torch again; other tests have their own."
-    with server_with_torch():
-        yield
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    "One server for all modules of this folder, since each would load torch again."
+    if not LOADED:
+        LOADED.append(ExitStack())
+        LOADED[0].enter_context(server_with_torch())
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    "Tests of other folders fork from servers of their own."
+    if LOADED and (nextitem is None or nextitem.path.parent != Path(__file__).parent):
+        LOADED.pop().close()
