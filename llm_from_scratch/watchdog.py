@@ -165,14 +165,13 @@ class Watchdog:
 
     def __enter__(self):
         if self.ranks.world_size > 1:
-            self.store = dist.distributed_c10d._get_default_store().clone()
             threading.Thread(target=self.listen, name="watchdog's ear", daemon=True).start()
             self.thread.start()
         return self
 
     def __exit__(self, *error):
         self.over.set()
-        if self.store: self.thread.join() # which ends the process where an alarm is being told
+        if self.thread.is_alive(): self.thread.join() # which ends the process where an alarm is being told
 
     def watch(self):
         "Look until the end; runs in a thread of its own."
@@ -183,8 +182,9 @@ class Watchdog:
             if is_stalled or self.alarmed.is_set(): end_stalled(self)
 
     def listen(self):
-        "Hear another rank's alarm, apart from `watch`: a store whose process is stopped never answers."
-        with suppress(RuntimeError): # the store was closed
+        "Hear another rank's alarm, apart from `watch`: a store whose process is stopped never answers, a new client neither."
+        with suppress(RuntimeError, ValueError): # the group was closed
+            self.store = dist.distributed_c10d._get_default_store().clone()
             while not self.over.wait(self.poll_seconds):
                 if self.store.check([ALARM]): return self.alarmed.set()
 
@@ -230,10 +230,12 @@ def end_stalled(
     leave(STALLED)
 
 def _verdict(watchdog: Watchdog, mine: dict) -> str: # empty where another rank tells it
+    if not watchdog.store: raise TimeoutError("no client of the store yet")
     rank, places = str(watchdog.ranks.rank), gather_places(watchdog, mine)
     return explain(places) if watchdog.store.compare_set(f"{ALARM} told", "", rank).decode() == rank else ""
 
 def _leave_together(watchdog: Watchdog):
+    if not watchdog.store: return
     store, limit = watchdog.store, time.monotonic() + watchdog.grace_seconds
     store.set(f"{ALARM} told by {watchdog.ranks.rank}", "")
     tellers = [f"{ALARM} told by {rank}" for rank in range(watchdog.ranks.world_size) if store.check([f"{ALARM} {rank}"])]

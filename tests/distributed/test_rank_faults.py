@@ -201,6 +201,7 @@ def enter(scene, folder, environ):
     ranks = read_ranks()
     open_process_group(ranks, torch.device("cpu"), timeout_seconds=120)
     dist.barrier()
+    if scene is freeze_the_store and ranks.rank: time.sleep(1)  # rank 0 stands still by then: its store answers no new client either
     with Watchdog(ranks, SCENES[scene], folder=Path(folder), grace_seconds={freeze: 3, freeze_the_store: 1}.get(scene, 60)):
         scene(ranks)
     close_process_group()
