@@ -5,7 +5,7 @@ import pytest
 from ranks import server_with_torch
 
 LOADED = []  # the server that this folder's ranks fork from, while there is one
-LONGEST = ("test_elastic_ranks.py", "test_deepspeed_engine_ranks.py")
+LONGEST = ("test_signal_ranks.py", "test_elastic_ranks.py", "test_deepspeed_engine_ranks.py")
 
 
 def pytest_collection_modifyitems(items):
