@@ -144,14 +144,18 @@ def corpus_files(
     "The files of a corpus, those that are given or the standard library's, by names that stay when the corpus is moved."
     if not patterns: return {path: document_id(path) for path in stdlib_files()}
     names: dict[Path, str] = {}
-    for place, files in _found(patterns): names |= _names_within(place, files, set(names.values()))
+    taken: set[str] = set()
+    for place, files in _found(patterns):
+        names |= (new := _names_within(place, files, taken))
+        taken.update(new.values())
     return dict(sorted(names.items(), key=lambda item: item[1]))
 
 def _names_within(place: Path, files: list[Path], taken: set[str]) -> dict[Path, str]: # from below the place on, or from further up
     full = [Path(os.path.abspath(file)) for file in files]
-    for root in (above := Path(os.path.abspath(place if place.is_dir() else place.parent)), *above.parents):
+    folder = Path(os.path.abspath(place if place.is_dir() else place.parent))
+    for root in (folder, *folder.parents):
         names = [document_id(path) if path.is_relative_to(stdlib_folder()) else _own_name(path.relative_to(root).as_posix()) for path in full]
-        if taken.isdisjoint(names): break
+        if taken.isdisjoint(names) and len({*names}) == len(names): break
     return dict(zip(files, names))
 
 def named(

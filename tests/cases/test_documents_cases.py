@@ -207,6 +207,14 @@ def test_one_name_in_two_folders(tmp_path):
     assert len(set(names(".").values())) == 5
 
 
+def test_a_folder_round_the_library_has_a_file_of_one_of_its_names(tmp_path, monkeypatch):
+    for name in ["lib/python/json/decoder.py", "lib/json/decoder.py"]:
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("pass")
+    monkeypatch.setattr(d, "stdlib_folder", lambda: tmp_path / "lib/python")
+    assert set(d.corpus_files([str(tmp_path / "lib")]).values()) == {"json/decoder.py", "lib/json/decoder.py"}
+
+
 def test_the_library_has_its_names_however_it_is_given():
     folder = str(d.stdlib_folder() / "json")
     assert set(d.corpus_files([folder]).values()) > {"json/decoder.py", "json/__init__.py"}
