@@ -290,7 +290,8 @@ def deal_tickets(
     "Tickets that say where their rows are stored; one with fillers leaves that to the plan."
     step, frame, tickets = batch_size * world_size, _frame(batch_size, plan.seq_len + 1), {}
     positions = range(position, min(position + BLOCK * step, len(order)), step)
-    rows = np.stack([rank_rows(order, at, batch_size=batch_size, rank=rank, world_size=world_size) for at in positions])
+    block = rank_rows(order, position, batch_size=len(positions) * step, rank=0, world_size=1)
+    rows = np.ascontiguousarray(block.reshape(-1, world_size, batch_size)[:, rank])
     shards, starts = plan.locate(np.maximum(rows, 0))
     for at, ids, *stored, places in zip(positions, rows, shards, starts, zip(shards.tolist(), starts.tolist())):
         spans = WholeRows(frame[0], frame[1], *stored, frame[2])
