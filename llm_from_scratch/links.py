@@ -157,7 +157,7 @@ def links_table(
 ) -> Table:
     "A profile's settings with what they do, when they harm, and whose the value is."
     longest = max(len(setting.name) for setting in YOURS) # names stay whole, 80 columns hold the rest
-    table = Table(Column("setting", overflow="fold", min_width=longest), Column("what it does", overflow="fold"), Column("when it harms", overflow="fold"), title=f"links: {profile}", title_justify="left")
+    table = Table(Column("setting", overflow="fold", width=longest), Column("what it does", overflow="fold"), Column("when it harms", overflow="fold"), title=f"links: {profile}", title_justify="left")
     for choice in choose_settings(profile, environ): table.add_row(f"{choice.setting.name}\n= {choice.value}" + " (yours)" * choice.yours, choice.setting.does, choice.setting.harms)
     table.add_section()
     for setting in YOURS: table.add_row(f"{setting.name}\n= {environ[setting.name]}" if setting.name in environ else f"{setting.name}\nnot set", setting.does, setting.harms)

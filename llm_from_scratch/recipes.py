@@ -52,7 +52,7 @@ def _recipe(preset, machines, cards, card, gigabytes, named, **reasons): return 
 
 RECIPES = {recipe.preset: recipe for recipe in (
     _recipe("ws-1b3", 4, 4, "24 GB, such as RTX 3090 or 4090", 24, 1.3e9, positions=ALIBI, rate=f"2e-4, cosine to a tenth ({GPT3})", batch=f"1M tokens, warmup 375M tokens ({GPT3})",
-            engine="ZeRO-2 with moments on the CPU: weights stay whole, so that slow links carry gradients only"),
+            engine="ZeRO-2 with moments on the CPU: weights stay whole, and slow links carry them once a step, not in each forward pass"),
     _recipe("ws-2b7", 4, 4, "24 GB, such as RTX 3090 or 4090", 24, 2.7e9, positions=ALIBI, rate=f"1.6e-4, cosine to a tenth ({GPT3})", batch=f"1M tokens, warmup 375M tokens ({GPT3})",
             engine="ZeRO-3 with moments on NVMe: whole weights and activations would fill the card; the links carry weights too, so it is slower"),
     _recipe("7b", 4, 8, "40 GB, A100", 40, 7e9, positions="RoPE, base 10,000, as the weights that it can be compared with", rate=f"3e-4, cosine to a tenth, epsilon 1e-5 ({LLAMA2})",

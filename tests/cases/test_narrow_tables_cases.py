@@ -13,11 +13,13 @@ from llm_from_scratch.recipes import RECIPES, recipe_table
 
 
 def is_whole(table, width=80):
-    "rich marks what it cuts off by an ellipsis; what it folds is there to the last letter."
+    "rich marks a cut value by an ellipsis, and a table that is too wide loses its right border without a mark."
     console = Console(width=width, color_system=None, force_jupyter=False)
     with console.capture() as shown:
         console.print(table)
-    return "…" not in shown.get() and max(map(len, shown.get().splitlines())) <= width
+    lines = shown.get().splitlines()
+    has_borders = all(line.rstrip()[-1] in "┓┃┩│┤┘" for line in lines if line[:1] in tuple("┏┃┡│├└"))
+    return "…" not in shown.get() and max(map(len, lines)) <= width and has_borders
 
 
 def test_the_kinds_of_gpu():
