@@ -170,7 +170,7 @@ def optimizer_claims(
     "Clipping, warmup, schedules."
     rows, warmups = read_rows(folder, "claims"), read_rows(folder, "warmup")
     compare = lambda variant, other: compare_seeds(by_seed(rows, "val_loss", variant=variant), by_seed(rows, "val_loss", variant=other))
-    groups, cosine = compare("clipping by group", "plain"), compare("breathing", "plain")
+    groups, cosine, constant = compare("clipping by group", "plain"), compare("breathing", "plain"), compare("breathing", "constant rate")
     trials = []
     for name, rate in (("AdamW", "the usual rate"), ("AdamW, 3 times the rate", "three times that rate")):
         loss = compare_seeds(*(by_seed(warmups, "val_loss", variant=name, warmup=steps) for steps in (1, 75)))
@@ -179,7 +179,7 @@ def optimizer_claims(
         Claim("Clipping by group beats one limit for all", "03ad_clipping", "claims", f"{groups.seeds} seeds", (Trial("AdamW", f"{groups} nats", groups.is_lower),)),
         Claim("A linear warmup of 0.4 % of the steps is enough", "03ac_schedules", "warmup", f"{loss.seeds} seeds", tuple(trials)),
         Claim("Breathing beats cosine", "03ac_schedules", "claims", f"{cosine.seeds} seeds", (
-            Trial("240 steps", f"{cosine} nats", cosine.is_lower), Trial("long runs, in which a cosine's end counts less", "not tried", None))),
+            Trial("240 steps", f"{cosine} nats; beside a rate that stays constant {constant}", cosine.is_lower), Trial("long runs, in which a cosine's end counts less", "not tried", None))),
     ]
 
 # %% ../nbs/08g_claims.ipynb #28e29951
