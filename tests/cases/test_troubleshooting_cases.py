@@ -1,7 +1,10 @@
 "The doctor: every failure reproduced and diagnosed from its folder, healthy runs left alone, and the command."
 
 import json
+import re
 import shutil
+import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ from llm_from_scratch.troubleshooting import (
     load_rules,
     main,
     quick_table,
+    rule_list,
     try_failure,
 )
 
@@ -57,6 +61,18 @@ def test_every_rule_has_its_failure_and_its_texts():
         assert all((rule.symptom, rule.cause, rule.command, rule.cure)), rule.name
         assert "{" not in rule.command.format(run="RUN").replace("${", ""), rule.name
     assert len(quick_table().splitlines()) == 2 + len(RULES)
+
+
+def test_the_commands_of_the_table_can_be_copied(healthy, tmp_path):
+    run = shutil.copytree(healthy["adamw"], tmp_path / "run")
+    (run / "stalled_rank_0.txt").write_text("rank 0\n")
+    listed = rule_list()
+    for rule in RULES.values():
+        text = rule.command.format(run=run)
+        assert f"  look     {rule.command.format(run='RUN')}\n" in listed
+        assert all(find_spec(name) for name in re.findall(r"-m (llm_from_scratch\.\w+)", text)), text
+        if re.match("ls|grep|head", text):
+            assert not subprocess.run(["bash", "-c", text], capture_output=True).stderr, text
 
 
 def test_the_committed_table_is_whole():
