@@ -107,6 +107,26 @@ def test_a_cut_batch_and_waits_that_are_no_numbers_are_no_failures(healthy, tmp_
     assert "planned are 3 rows x 32 = 96" in found[0].finding.evidence
 
 
+def records(run, *found):
+    (run / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in found))
+    return [(one.rule.name, one.finding.sure, one.finding.evidence) for one in diagnose(run)]
+
+
+def test_what_only_a_gpu_says_is_understood(tmp_path):
+    crash = {"message": "crash", "step": 4, "error_type": "OutOfMemoryError", "reason": "CUDA out of memory. Tried to allocate 2.00 GiB"}
+    [(name, sure, told)] = records(tmp_path, {**crash, "device_memory_allocated": 40 * 2**30, "device_memory_reserved": 80 * 2**30})
+    assert (name, sure) == ("memory-peak", "certain") and "2.00 GiB" in told and "50% of what is held is free but in pieces" in told
+    [(name, sure, told)] = records(tmp_path, {**crash, "error_type": "AcceleratorError", "reason": "CUDA error: device-side assert triggered"})
+    assert (name, sure) == ("index-out-of-range", "likely") and "step 5 ended in" in told
+
+
+def test_readers_that_grow_are_a_leak(tmp_path):
+    validations = [{"message": "validation", "step": step, "reader_bytes": step * 2**27, "live_batches": 4} for step in (2, 4, 8)]
+    [(name, sure, told)] = records(tmp_path, *validations)
+    assert (name, sure) == ("loader-leaks-memory", "likely") and "the reading processes grew by 805,306,368 bytes" in told
+    assert records(tmp_path, *validations[:2]) == []
+
+
 def test_a_damaged_configuration_is_told_where_nothing_is_found(tmp_path):
     (tmp_path / "config.yaml").write_text("hello")
     with pytest.raises(UserError, match="config.yaml"):
