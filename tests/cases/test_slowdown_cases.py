@@ -60,10 +60,13 @@ def test_a_run_is_compared_with_its_own_best_stretch():
     assert best_and_last(rows) == {"best": 1000.0, "last": 600.0, "from_step": 5}
 
 
-def test_the_command_keeps_a_record_and_speaks_json(tmp_path, capsys):
+def test_the_command_keeps_a_record_and_speaks_json(tmp_path, capfd):
     run = practice_run(tmp_path / "run")
+    capfd.readouterr()
     assert main([str(run), "--seconds", "0.05", "--keep", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    printed = capfd.readouterr()
+    told = json.loads(printed.out)
+    assert printed.err == ""
     assert json.loads((run / "speed.json").read_text()) == told["record"]
     assert {signal["dimension"] for signal in told["signals"]} >= {"hardware", "framework", "data", "algorithm"}
     assert not [signal for signal in record_signals(run) if signal.factor > 1]
