@@ -28,6 +28,7 @@ from rich.table import Table
 from .artifacts import read_json, write_json
 from .checkpointing import read_run_config
 from .config import CommandParser
+from .dataloader import endless
 from .distributed_failures import silence
 from .env import Ranks, UserError, environment_report, run_command
 from .launch import set_threads, with_own_tokenizer
@@ -106,7 +107,7 @@ def measure_steps(
     seconds: float, # for the timed part; the profiled one takes two steps
 ) -> dict[str, Any]: # plain JSON
     "Where the time of a step goes."
-    loop, batches, device = importlib.import_module("llm_from_scratch.train"), iter(training.loader), training.device
+    loop, batches, device = importlib.import_module("llm_from_scratch.train"), endless(training.loader), training.device
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     tokens, waited, stepped, end = 0, 0.0, 0.0, time.perf_counter() + seconds
     for batch in islice(batches, 2): loop.train_on(training, batch, False) # the first steps compile and allocate
