@@ -152,7 +152,7 @@ def end_share(
     return float(np.mean(np.concatenate(ends) == shards.eos_id)) if shards.eos_id is not None else 0.0
 
 # %% ../nbs/08a_data_failures.ipynb #2d04adcf
-@rule("data", symptom="loss falls too little, samples never end", cause="documents are stored without EOS", command="python -m llm_from_scratch.token_shards info FOLDER",
+@rule("data", symptom="samples never end, texts run into one another; on long runs the loss falls too little", cause="documents are stored without EOS", command="python -m llm_from_scratch.token_shards info FOLDER",
       cure="encode with one BOS and one EOS a document, and write the shards again")
 def eos_missing(
     evidence: Evidence, # of a run
@@ -315,7 +315,7 @@ def shared_documents(
     return [document_at(val, *held[name])["id"] for name in held.keys() & seen][:100], len(held)
 
 # %% ../nbs/08a_data_failures.ipynb #bdcf087a
-@rule("data", symptom="validation loss falls with the training loss, and samples recite", cause="validation documents are in the training data", command="python -m llm_from_scratch.corpus --help",
+@rule("data", symptom="validation loss falls with the training loss, and samples recite", cause="validation documents are in the training data", command="python -m llm_from_scratch.troubleshooting preflight --config {run}/config.yaml",
       cure="remove duplicates before the split; split by a hash of the document's id, as data.val_fraction does")
 def validation_in_training(
     evidence: Evidence, # of a run
@@ -470,7 +470,7 @@ def rewrite_shard(
     return run
 
 # %% ../nbs/08a_data_failures.ipynb #e2a3c64d
-@rule("data", symptom="losses that no repetition gives again; a resume refuses the data", cause="a shard was rewritten while it was read", command="ls -l --time-sort {run}; grep start {run}/log.jsonl",
+@rule("data", symptom="losses that no repetition gives again; a resume refuses the data", cause="a shard was rewritten while it was read", command="ls -lt {run}; grep start {run}/log.jsonl",
       cure="write shards to a new folder and rename it; never into one that a run reads")
 def shard_rewritten(
     evidence: Evidence, # of a run

@@ -157,7 +157,7 @@ def add_stranger(
 MOST_SKEW_SECONDS = 1.0
 
 @rule("distributed", symptom="times in the log go back; certificates or stores refuse", cause="a machine's clock is off, or was set while the run went on",
-      command="timedatectl, and chronyc tracking, on every machine", cure="run chrony or ntpd everywhere; python -m llm_from_scratch.preflight under torchrun compares the ranks' clocks")
+      command="timedatectl; chronyc tracking", cure="run chrony or ntpd on every machine; python -m llm_from_scratch.preflight under torchrun compares the ranks' clocks")
 def clock_skew(
     evidence: Evidence, # of a run
 ) -> Finding | None:
@@ -313,7 +313,7 @@ def miss_barrier(
 SLOWER_COMM, COMM_SHARE = 3.0, 0.3 # times the best stretch's seconds a byte; share of the step that must be at stake
 
 @rule("distributed", symptom="steps take longer, and the share of communication grows", cause="all-reduce slowed down: a link, a version, or a rank that the others wait for",
-      command="python -m llm_from_scratch.preflight, under torchrun: bandwidth by message size", cure="compare ethtool and nvidia-smi topo -m with a good machine, compare NCCL versions in env.json, look for the slow rank with comm_seconds on each")
+      command="torchrun --nproc-per-node RANKS -m llm_from_scratch.preflight", cure="compare the bandwidth by message size, ethtool and nvidia-smi topo -m with a good machine, compare NCCL versions in env.json, look for the slow rank with comm_seconds on each")
 def all_reduce_slowed(
     evidence: Evidence, # of a run
 ) -> Finding | None:
@@ -334,7 +334,7 @@ def all_reduce_slowed(
 def slow_link(
     folder: Path, # gets the run
 ) -> Path:
-    "Delay every all-reduce of gradients after half of the run, on one rank."
+    "Delay every all-reduce of gradients from the ninth step on, on both ranks."
     broken = "from llm_from_scratch import comm_timing\nsend = comm_timing._all_reduce\ndef slower(*values, **options): time.sleep(2); return send(*values, **options)\ndef degrade(training): comm_timing._all_reduce = slower\nafter(8, degrade)"
     run, codes = practice_ranks(folder, {"train": dict(steps=14)}, broken=broken)
     assert codes == [0, 0], codes

@@ -227,7 +227,8 @@ def cut_gradient(
         model.blocks[1].mlp.register_forward_hook(lambda module, inputs, output: output.detach())
         return model
     run = practice_run(folder, patches=(mock.patch.object(_train(), "build_model", build_cut), mock.patch("llm_from_scratch.distributed.check_wiring")))
-    assert len(moments_of(Evidence(run), run / "checkpoints" / "step_00000012")) < 22
+    state = Evidence(run).state(run / "checkpoints" / "step_00000012")["engine"]["optimizer"]
+    assert 0 < len(state["moments"]) < len(state["names"])
     return run
 
 # %% ../nbs/08b_numeric_failures.ipynb #8e389c21

@@ -28,6 +28,8 @@ from rich.table import Table
 from .artifacts import read_json, write_json
 from .checkpointing import read_run_config
 from .config import CommandParser
+from .dataloader import endless
+from .distributed_failures import silence
 from .env import Ranks, UserError, environment_report, run_command
 from .launch import set_threads, with_own_tokenizer
 from .monitoring import read_metrics
@@ -105,7 +107,7 @@ def measure_steps(
     seconds: float, # for the timed part; the profiled one takes two steps
 ) -> dict[str, Any]: # plain JSON
     "Where the time of a step goes."
-    loop, batches, device = importlib.import_module("llm_from_scratch.train"), iter(training.loader), training.device
+    loop, batches, device = importlib.import_module("llm_from_scratch.train"), endless(training.loader), training.device
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     tokens, waited, stepped, end = 0, 0.0, 0.0, time.perf_counter() + seconds
     for batch in islice(batches, 2): loop.train_on(training, batch, False) # the first steps compile and allocate
@@ -117,7 +119,11 @@ def measure_steps(
         wait()
         waited, stepped = waited + got - begun, stepped + time.perf_counter() - got
     kinds = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * (device.type == "cuda")
-    with torch.profiler.profile(activities=kinds, with_flops=True) as profile: profiled = sum(loop.train_on(training, batch, False)[0].num_tokens for batch in islice(batches, 2))
+    profile = torch.profiler.profile(activities=kinds, with_flops=True)
+    with silence(): profile.start() # its C++ library speaks of its own probes, on standard error
+    try: profiled = sum(loop.train_on(training, batch, False)[0].num_tokens for batch in islice(batches, 2))
+    finally:
+        with silence(): profile.stop()
     events = profile.key_averages()
     busy = {event.key: event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total for event in events if event.key.startswith("aten::")}
     found = {"tokens_per_second": tokens / (waited + stepped), "wait_share": waited / (waited + stepped), "copy_share": busy.get("aten::copy_", 0) / max(1, sum(busy.values())),

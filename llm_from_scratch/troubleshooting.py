@@ -6,7 +6,7 @@
 __all__ = ['PRACTICE', 'SURE', 'RULES', 'MODULES', 'FAILURES', 'HEALTHY', 'LATER', 'practice_pages', 'practice_run', 'read_log',
            'column_of', 'growth', 'read_state', 'open_split', 'Evidence', 'Finding', 'Rule', 'rule', 'load_rules',
            'Diagnosis', 'ask_rule', 'diagnose', 'Failure', 'failure', 'healthy_runs', 'try_failure', 'quick_table',
-           'show_diagnoses', 'command_parser', 'main']
+           'rule_list', 'show_diagnoses', 'command_parser', 'main']
 
 # %% ../nbs/08_troubleshooting.ipynb #9928e565
 import json
@@ -316,9 +316,18 @@ def quick_table(
 ) -> str:             # a Markdown table
     "Symptom, cause, command and cure of every rule."
     chosen = (load_rules() if rules is None else rules).values()
-    cell = lambda text: text.replace("{run}", "RUN").replace("|", "\\|")
-    lines = [f"| {cell(each.symptom)} | {cell(each.cause)} | `{cell(each.command)}` | {cell(each.cure)} |" for each in chosen]
+    cell = lambda text: text.replace("|", "\\|")
+    lines = [f"| {cell(each.symptom)} | {cell(each.cause)} | `{cell(each.command.format(run='RUN'))}` | {cell(each.cure)} |" for each in chosen]
     return "\n".join(["| symptom | cause | look | cure |", "|---|---|---|---|", *lines])
+
+# %% ../nbs/08_troubleshooting.ipynb #rule-list-code
+def rule_list(
+    rules: dict[str, Rule] | None = None, # None: all there are
+) -> str:             # a paragraph a rule
+    "The quick table for a terminal: commands on lines of their own, as a shell takes them."
+    chosen = (load_rules() if rules is None else rules).values()
+    texts = lambda each: {"symptom": each.symptom, "cause": each.cause, "look": each.command.format(run="RUN"), "cure": each.cure}
+    return "\n\n".join("\n".join([f"{each.name} ({each.kind})", *(f"  {name:8} {text}" for name, text in texts(each).items())]) for each in chosen)
 
 # %% ../nbs/08_troubleshooting.ipynb #bc18534a
 def show_diagnoses(
@@ -354,7 +363,7 @@ def main(
     "The command: diagnose a run, list the rules; others are handed on."
     if arguments and arguments[0] in LATER: return import_module(f"llm_from_scratch.{LATER[arguments[0]][0]}").main(arguments[1:])
     options, console = command_parser().parse_args(arguments), Console(soft_wrap=False, markup=False)
-    if options.action == "rules": return print(quick_table()) or 0
+    if options.action == "rules": return print(rule_list()) or 0
     found = diagnose(options.run)
     if not found and Path(options.run, "config.yaml").exists(): read_run_config(options.run) # a damaged one is told: most rules were blind
     if options.json: print(json.dumps([one.describe(options.run) for one in found], indent=2))

@@ -1,12 +1,13 @@
 "Slow days of each kind, told from a record of a better one."
 
 import json
+from itertools import islice
 
 import pytest
 
 from llm_from_scratch.artifacts import write_json
 from llm_from_scratch.env import UserError
-from llm_from_scratch.slowdown import attribute, best_and_last, build_probe, factors, machine_signals, main, measure_machine, record_signals, step_signals
+from llm_from_scratch.slowdown import attribute, best_and_last, build_probe, factors, machine_signals, main, measure_machine, measure_steps, record_signals, step_signals
 from llm_from_scratch.troubleshooting import practice_run
 
 MACHINE = dict(core_share=0.98, copy_bytes_per_second=1e10, disk_await_ms=0.5, swapped_in=0, throttled=0, kernel="6.1", driver="570", foreign_device_bytes=0)
@@ -60,13 +61,25 @@ def test_a_run_is_compared_with_its_own_best_stretch():
     assert best_and_last(rows) == {"best": 1000.0, "last": 600.0, "from_step": 5}
 
 
-def test_the_command_keeps_a_record_and_speaks_json(tmp_path, capsys):
+def test_the_command_keeps_a_record_and_speaks_json(tmp_path, capfd):
     run = practice_run(tmp_path / "run")
+    capfd.readouterr()
     assert main([str(run), "--seconds", "0.05", "--keep", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    printed = capfd.readouterr()
+    told = json.loads(printed.out)
+    assert printed.err == ""
     assert json.loads((run / "speed.json").read_text()) == told["record"]
     assert {signal["dimension"] for signal in told["signals"]} >= {"hardware", "framework", "data", "algorithm"}
     assert not [signal for signal in record_signals(run) if signal.factor > 1]
+    probe = build_probe(run)
+    loader = probe.loader
+
+    class Short:
+        def __iter__(self):
+            return islice(iter(loader), 2)
+
+    probe.loader = Short()
+    assert measure_steps(probe, 0.01)["tokens_per_second"] > 0  # more steps than an epoch has
     with pytest.raises(UserError, match="not a run"):
         main([str(tmp_path)])
 

@@ -1,7 +1,10 @@
 "The doctor: every failure reproduced and diagnosed from its folder, healthy runs left alone, and the command."
 
 import json
+import re
 import shutil
+import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ from llm_from_scratch.troubleshooting import (
     load_rules,
     main,
     quick_table,
+    rule_list,
     try_failure,
 )
 
@@ -59,6 +63,18 @@ def test_every_rule_has_its_failure_and_its_texts():
     assert len(quick_table().splitlines()) == 2 + len(RULES)
 
 
+def test_the_commands_of_the_table_can_be_copied(healthy, tmp_path):
+    run = shutil.copytree(healthy["adamw"], tmp_path / "run")
+    (run / "stalled_rank_0.txt").write_text("rank 0\n")
+    listed = rule_list()
+    for rule in RULES.values():
+        text = rule.command.format(run=run)
+        assert f"  look     {rule.command.format(run='RUN')}\n" in listed
+        assert all(find_spec(name) for name in re.findall(r"-m (llm_from_scratch\.\w+)", text)), text
+        if re.match("ls|grep|head", text):
+            assert not subprocess.run(["bash", "-c", text], capture_output=True).stderr, text
+
+
 def test_the_committed_table_is_whole():
     rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
     assert {row["failure"] for row in rows} == set(RULES)
@@ -89,6 +105,26 @@ def test_a_cut_batch_and_waits_that_are_no_numbers_are_no_failures(healthy, tmp_
     found = diagnose(run)
     assert [(one.rule.name, one.finding.step) for one in found] == [("global-batch-too-small", 5)]
     assert "planned are 3 rows x 32 = 96" in found[0].finding.evidence
+
+
+def records(run, *found):
+    (run / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in found))
+    return [(one.rule.name, one.finding.sure, one.finding.evidence) for one in diagnose(run)]
+
+
+def test_what_only_a_gpu_says_is_understood(tmp_path):
+    crash = {"message": "crash", "step": 4, "error_type": "OutOfMemoryError", "reason": "CUDA out of memory. Tried to allocate 2.00 GiB"}
+    [(name, sure, told)] = records(tmp_path, {**crash, "device_memory_allocated": 40 * 2**30, "device_memory_reserved": 80 * 2**30})
+    assert (name, sure) == ("memory-peak", "certain") and "2.00 GiB" in told and "50% of what is held is free but in pieces" in told
+    [(name, sure, told)] = records(tmp_path, {**crash, "error_type": "AcceleratorError", "reason": "CUDA error: device-side assert triggered"})
+    assert (name, sure) == ("index-out-of-range", "likely") and "step 5 ended in" in told
+
+
+def test_readers_that_grow_are_a_leak(tmp_path):
+    validations = [{"message": "validation", "step": step, "reader_bytes": step * 2**27, "live_batches": 4} for step in (2, 4, 8)]
+    [(name, sure, told)] = records(tmp_path, *validations)
+    assert (name, sure) == ("loader-leaks-memory", "likely") and "the reading processes grew by 805,306,368 bytes" in told
+    assert records(tmp_path, *validations[:2]) == []
 
 
 def test_a_damaged_configuration_is_told_where_nothing_is_found(tmp_path):

@@ -9,6 +9,7 @@ import io
 import re
 import sys
 import tokenize
+from itertools import takewhile
 from pathlib import Path
 from statistics import median
 
@@ -36,6 +37,7 @@ MIN_ASSERTIONS = 2
 PROSE_WORDS_PER_LINE = (2, 4)
 MARKDOWN_WORDS = (20, 60)
 MAX_CLOSING_WORDS = 110
+ALT_CHARACTERS = (20, 160)
 VAGUE_NAMES = re.compile(r"Manager|Utils?\b|Helper|utils?$|helper", re.ASCII)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -53,6 +55,21 @@ def size_misses(nb: Notebook) -> list[str]:
             num_bytes = len(base64.b64decode("".join(image)))
             if num_bytes > MAX_PLOT_BYTES:
                 misses.append(f"cell {cell.index}: plot of {num_bytes:,} bytes, at most {MAX_PLOT_BYTES:,}")
+    return misses
+
+
+def picture_misses(nb: Notebook) -> list[str]:
+    "Whoever does not see a picture reads what it shows: one line among the directives that begin its cell."
+    misses, (low, high) = [], ALT_CHARACTERS
+    for cell in nb.cells:
+        if not any(kind.startswith("image/") for output in cell.outputs for kind in output.get("data", {})):
+            continue
+        directives = "\n".join(takewhile(lambda line: line.startswith("#|"), cell.source.splitlines()))
+        found = re.findall(r'^#\|\s*fig-alt:\s*"([^"]*)"\s*$', directives, re.M)
+        if len(found) != 1:
+            misses.append(f'cell {cell.index}: a picture without `#| fig-alt: "what it shows"` on one line above the code')
+        elif not low <= len(found[0]) <= high:
+            misses.append(f"cell {cell.index}: alternative text of {len(found[0])} characters, {low} to {high}")
     return misses
 
 
@@ -224,13 +241,13 @@ def command_misses(nb: Notebook) -> list[str]:
     return misses
 
 
-CHECKS = [opening_misses, size_misses, code_misses, naming_misses, lesson_misses, prose_misses, example_misses, command_misses]
+CHECKS = [opening_misses, size_misses, picture_misses, code_misses, naming_misses, lesson_misses, prose_misses, example_misses, command_misses]
 
 
 def budget_misses(path: Path) -> list[str]:
     nb = read_notebook(path)
     if nb.module is None:
-        return size_misses(nb) + example_misses(nb)
+        return size_misses(nb) + picture_misses(nb) + example_misses(nb)
     misses = []
     for cell in (cell for cell in nb.cells if cell.is_code):
         try:

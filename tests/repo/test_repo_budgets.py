@@ -8,14 +8,15 @@ from notebooks import notebook_paths
 
 
 def write_notebook(path, cells):
-    "Cells are source strings; one that starts with `md:` is Markdown, `out:` code with an output."
+    "Cells are source strings; one that starts with `md:` is Markdown, `out:` code with an output, `png:` code with a picture."
     raw = {"cells": [], "metadata": {"kernelspec": {"name": "python3"}}, "nbformat": 4, "nbformat_minor": 5}
     for number, source in enumerate(cells):
-        kind, _, rest = source.partition(":") if source[:3] in {"md:", "out"} else ("code", "", source)
+        kind, _, rest = source.partition(":") if source[:3] in {"md:", "out", "png"} else ("code", "", source)
         cell = {"id": str(number), "cell_type": "markdown" if kind == "md" else "code", "metadata": {}, "source": rest}
         if cell["cell_type"] == "code":
-            output = {"output_type": "execute_result", "data": {"text/plain": "1"}, "metadata": {}, "execution_count": 1}
-            cell |= {"outputs": [output] if kind == "out" else [], "execution_count": None}
+            data = {"text/plain": "1"} | ({"image/png": ""} if kind == "png" else {})
+            output = {"output_type": "execute_result", "data": data, "metadata": {}, "execution_count": 1}
+            cell |= {"outputs": [output] if kind in {"out", "png"} else [], "execution_count": None}
         raw["cells"].append(cell)
     path.write_text(json.dumps(raw))
     return path
@@ -55,6 +56,9 @@ def test_a_good_notebook_has_no_miss(tmp_path):
         (5, "out:test_eq(add(1, 2), 3)\nexpect_fail(lambda: add('1', 2))", "1 assertions for 1"),
         (5, "out:# now add\ntest_eq(add(1, 2), 3)\ntest_eq(add(0, 2), 2)", "narrates"),
         (5, "%time add(1, 2)", "not plain Python"),
+        (5, "png:test_eq(add(1, 2), 3)\ntest_eq(add(0, 2), 2)", "a picture without"),
+        (5, 'png:test_eq(add(1, 2), 3)\n#| fig-alt: "Sums of small numbers, on a line"', "a picture without"),
+        (5, 'png:#| fig-alt: "a line"\ntest_eq(add(1, 2), 3)', "alternative text of 6 characters, 20 to 160"),
         (5, "x = 0\n" * 60, "words of prose a line of code"),
         (4, "#| export\ndef add(a):  # one\n    'Give.'\n" + "    a += 1\n" * 50, "has 52 lines"),
     ],
@@ -67,6 +71,11 @@ def test_a_miss_is_named(tmp_path, position, cell, words):
 
 def test_expect_fail_in_a_with_block_is_an_assertion(tmp_path):
     lesson = "out:test_eq(add(1, 2), 3)\nwith expect_fail(TypeError):\n    add('1', 2)\nadd(1, 2)"
+    assert budget_misses(write_notebook(tmp_path / "00_sums.ipynb", GOOD[:5] + [lesson])) == []
+
+
+def test_a_picture_with_its_alternative_text_is_no_miss(tmp_path):
+    lesson = 'png:#| slow\n#| fig-alt: "Sums of small numbers lie on a line: one more, one higher"\ntest_eq(add(1, 2), 3)\ntest_eq(add(0, 2), 2)\nadd(0, 2)'
     assert budget_misses(write_notebook(tmp_path / "00_sums.ipynb", GOOD[:5] + [lesson])) == []
 
 
