@@ -227,3 +227,15 @@ def test_a_card_with_values_of_another_kind_is_refused(place, tmp_path, change):
     path.write_text(json.dumps(json.loads(score(place).read_text()) | change))
     with pytest.raises(UserError, match="of the right kind|NaN"):
         eval_main(["verify", str(path)])
+
+
+def test_eval_2_a_card_from_another_machine_holds_here(tmp_path, monkeypatch, capsys):
+    "golden_card holds a small model, its tokenizer, a text and the card that another machine made of them in November 2026."
+    shutil.copytree(Path(__file__).with_name("golden_card"), tmp_path / "run")
+    monkeypatch.chdir(tmp_path / "run")
+    assert eval_main(["verify", "card.json"]) == 0
+    assert "the same, figures within" in capsys.readouterr().out
+    card = json.loads(Path("card.json").read_text())
+    Path("text.txt").write_text(Path("text.txt").read_text().replace("miller", "Miller"))
+    with pytest.raises(UserError, match=f"the card says {card['text_sha256'][:12]}"):
+        eval_main(["verify", "card.json"])
