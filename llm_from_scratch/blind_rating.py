@@ -197,7 +197,7 @@ def sheet_command(
         raise UserError(f"--out {out}, --key {key_path}: name two different files, for the page and for its key")
     tasks = random.Random(options.seed).sample(tasks, min(options.limit, len(tasks)))
     page, key = make_sheet(open_checkpoints(options), tasks, seed=options.seed, max_new_tokens=options.max_new_tokens, temperature=options.temperature)
-    write_json(key_path, key | dict(tasks=options.tasks))
+    write_json(key_path, key | dict(tasks=Path(options.tasks).name))
     write_atomic(out, page)
     print(f"wrote {out} with {len(key['items'])} texts; the key is {key_path}")
     return 0

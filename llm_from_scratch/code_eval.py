@@ -253,7 +253,7 @@ def code_card(
     found = evaluate_code(run, tasks, **options)
     figures = [name for name in found if name.startswith("pass@")] + ["syntax_rate", "bleu", "repetition_rate"]
     protocol = ["tasks", "tasks_sha256", "num_tasks", "num_samples", "too_long", "max_new_tokens", "sampling", "limits", "isolated", "bleu_signature", "reference_repetition_rate", "python"]
-    return finish_card(checkpoint_card(path, run) | dict(tasks=str(source), python=platform.python_version()) | found, "code", figures=figures, protocol=protocol)
+    return finish_card(checkpoint_card(path, run) | dict(tasks=Path(source).name, source=str(source), python=platform.python_version()) | found, "code", figures=figures, protocol=protocol)
 
 # %% ../nbs/07g_code_eval.ipynb #87588967
 def remake_card(
@@ -266,7 +266,7 @@ def remake_card(
         limits, sampling, ks = Limits(**card["limits"]), dict(card["sampling"]), tuple(int(name[5:]) for name in card["figures"] if name.startswith("pass@"))
         Sampling(**sampling)
         num_tasks, num_samples, max_new_tokens = (int(card[name]) for name in ("num_tasks", "num_samples", "max_new_tokens"))
-        source, stated = str(source or card["tasks"]), str(card["tasks_sha256"])
+        source, stated = str(source or card["source"]), str(card["tasks_sha256"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"the card of code says how nothing was sampled ({error!r}): make it anew") from None
     tasks = read_tasks(source)[:num_tasks]
@@ -335,7 +335,7 @@ def code_table(
 ) -> Table:             # for a rich console
     "One row a checkpoint, the protocol below."
     first, passes = cards[0], [name for name in cards[0] if name.startswith("pass@")]
-    table = Table("run", "step", *passes, "syntax", "BLEU-4", "repeats", title=f"{Path(first['tasks']).name}, {first['num_tasks']} tasks, {first['num_samples']} samples each")
+    table = Table("run", "step", *passes, "syntax", "BLEU-4", "repeats", title=f"{first['tasks']}, {first['num_tasks']} tasks, {first['num_samples']} samples each")
     lines = [f"{first['bleu_signature']}; references repeat {first['reference_repetition_rate']:.1%}; {first['too_long']} prompts too long; {'' if first['isolated'] else 'NOT '}isolated"]
     for card in cards:
         name = re.sub(r"/checkpoints/step_\d+/?$", "", card["run"]).rstrip("/").rpartition("/")[2]

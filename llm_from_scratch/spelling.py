@@ -81,8 +81,8 @@ def spelling_card(
     probes: list[Probe],    # of it
 ) -> dict:                  # finished
     "The card of a checkpoint's spelling."
-    inputs = dict(probes=str(source), probes_sha256=hash_json([asdict(probe) for probe in probes]))
-    return finish_card(checkpoint_card(path, run) | inputs | probe_spelling(run, probes), "spelling", figures=["rates"], protocol=[*inputs, "num_probes"])
+    inputs = dict(probes=Path(source).name, probes_sha256=hash_json([asdict(probe) for probe in probes]))
+    return finish_card(checkpoint_card(path, run) | inputs | dict(source=str(source)) | probe_spelling(run, probes), "spelling", figures=["rates"], protocol=[*inputs, "num_probes"])
 
 def remake_card(
     card: dict,         # of `spelling_card`, read from a file
@@ -90,7 +90,7 @@ def remake_card(
     source: str | None = None,  # where the probes lie here; None: where the card says
 ) -> dict:              # another card
     "Probe anew; UserError for other probes, or where the card names none."
-    source, stated = source or card.get("probes"), card.get("probes_sha256")
+    source, stated = source or card.get("source"), card.get("probes_sha256")
     if not isinstance(source, str) or not isinstance(stated, str):
         raise UserError("the card does not say where its probes lie, or lacks their hash: name them with --data, or make it anew")
     again = spelling_card(card["run"], run, source, read_probes(source))

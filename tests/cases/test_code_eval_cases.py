@@ -233,7 +233,7 @@ def test_a_card_of_spelling_is_checked_elsewhere_and_a_false_rate_is_named(run_d
     assert main(["spelling", str(run_dir / "checkpoints" / "step_00000010"), "--probes", str(tmp_path / "probes.jsonl"), "--out", str(tmp_path)]) == 0
     card = read_card(tmp_path / "spelling-probes-step_00000010.json")
     assert capsys.readouterr().out.splitlines()[-1] == card_line(card)
-    moved = card | dict(run="/nowhere", probes="/nowhere")
+    moved = card | dict(run="/nowhere", source="/nowhere")
     assert checked(moved, tmp_path / "card.json", "--run-dir", str(run_dir), "--data", str(tmp_path / "probes.jsonl")) == 0
     assert checked(card | dict(rates=card["rates"] | {"all": 0.75}), tmp_path / "card.json") == DIFFERS
     assert capsys.readouterr().out.splitlines()[-1] == "differs: rates.all"
@@ -258,7 +258,7 @@ def test_a_card_of_code_is_checked_by_the_same_draws(run_dir, tmp_path, capsys, 
     assert checked(card, tmp_path / "card.json") == 0 and seen == [True]
     assert checked(card | dict(bleu=card["bleu"] + 1), tmp_path / "card.json") == DIFFERS
     assert capsys.readouterr().out.splitlines()[-1] == "differs: bleu"
-    for change, told in [(dict(tasks="nowhere"), "can't read nowhere"), (dict(num_tasks=1), "the tasks plain has changed"), (dict(limits=None), "make it anew"), (dict(num_samples=1), "draw at least 2"), (dict(evaluation="speed"), "can't be computed anew")]:
+    for change, told in [(dict(source="nowhere"), "can't read nowhere"), (dict(num_tasks=1), "the tasks plain has changed"), (dict(limits=None), "make it anew"), (dict(num_samples=1), "draw at least 2"), (dict(evaluation="speed"), "can't be computed anew")]:
         with pytest.raises(UserError, match=told) as error:
             checked(card | change, tmp_path / "card.json")
         assert "\n" not in str(error.value)
