@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['QUESTION', 'Item', 'mix_samples', 'sheet_id', 'item_html', 'sheet_page', 'Ratings', 'parse_ratings', 'agreement',
-           'interval', 'score_sheet', 'make_sheet', 'sheet_command', 'score_table', 'is_key', 'score_command', 'main']
+           'interval', 'score_sheet', 'make_sheet', 'sheet_command', 'score_table', 'rating_card', 'is_key',
+           'score_command', 'main']
 
 # %% ../nbs/07ga_blind_rating.ipynb #264859eb
 import argparse
@@ -26,10 +27,11 @@ from rich.table import Table
 # %% ../nbs/07ga_blind_rating.ipynb #ddf88f9a
 from .artifacts import read_json, write_atomic, write_json
 from .checkpointing import Run
-from .code_eval import CodeTask, checkpoint_card, checkpoints_parser, open_checkpoints, program_of, read_tasks, sample_completions
+from .code_eval import CodeTask, checkpoints_parser, open_checkpoints, program_of, read_tasks, sample_completions, tasks_hash
 from .config import CommandParser
 from .env import UserError
 from .eval import read_text
+from .evaluation_cards import card_line, checkpoint_card, finish_card
 
 # %% ../nbs/07ga_blind_rating.ipynb #fe645683
 @dataclass(frozen=True)
@@ -170,7 +172,8 @@ def make_sheet(
         texts.append([[program_of(task, text).removeprefix(task.prompt) for text in row] for task, row in zip(tasks, drawn)])
     items, sources = mix_samples([task.prompt for task in tasks], texts, seed)
     cards = [checkpoint_card(path, run) for path, run in opened]
-    return sheet_page(items), dict(sheet=sheet_id(items), seed=seed, sources=cards, items={str(item.number): source for item, source in zip(items, sources)})
+    drawn = dict(tasks_sha256=tasks_hash(tasks), seed=seed, temperature=temperature, max_new_tokens=max_new_tokens)
+    return sheet_page(items), dict(sheet=sheet_id(items), **drawn, sources=cards, items={str(item.number): source for item, source in zip(items, sources)})
 
 # %% ../nbs/07ga_blind_rating.ipynb #3edf31ab
 def sheet_command(
@@ -194,7 +197,7 @@ def sheet_command(
         raise UserError(f"--out {out}, --key {key_path}: name two different files, for the page and for its key")
     tasks = random.Random(options.seed).sample(tasks, min(options.limit, len(tasks)))
     page, key = make_sheet(open_checkpoints(options), tasks, seed=options.seed, max_new_tokens=options.max_new_tokens, temperature=options.temperature)
-    write_json(key_path, key)
+    write_json(key_path, key | dict(tasks=Path(options.tasks).name))
     write_atomic(out, page)
     print(f"wrote {out} with {len(key['items'])} texts; the key is {key_path}")
     return 0
@@ -210,6 +213,17 @@ def score_table(
     alpha = found["agreement"]
     table.caption = "agreement unknown: too few texts rated twice, or all alike" if alpha is None else f"Krippendorff's alpha {alpha:.2f}: 1 agreement, 0 chance"
     return table
+
+# %% ../nbs/07ga_blind_rating.ipynb #426efc97
+def rating_card(
+    found: dict,    # of `score_sheet`
+    row: dict,      # of its checkpoints
+    key: dict,      # that `blind-sheet` wrote
+) -> dict:          # finished
+    "The card of a checkpoint's ratings; what an older key does not say is left out."
+    drawn = {name: key[name] for name in ("tasks", "tasks_sha256", "sheet", "temperature", "max_new_tokens", "seed") if name in key}
+    rated = {name: found[name] for name in ("agreement", "num_raters", "num_ratings")}
+    return finish_card(row | drawn | rated, "blind-score", figures=["score", "agreement"], protocol=[*drawn, "num_texts", "num_raters"])
 
 # %% ../nbs/07ga_blind_rating.ipynb #e883862a
 def is_key(
@@ -235,7 +249,12 @@ def score_command(
     if not is_key(key):
         raise UserError(f"{options.key} is no key of a rating sheet: give the file that blind-sheet wrote beside the page")
     found = score_sheet(raters, key)
-    print(json.dumps(found, indent=2)) if options.json else Console(force_jupyter=False, markup=False).print(score_table(found))
+    cards = [rating_card(found, row, key) for row in found["checkpoints"]]
+    if options.json:
+        print(json.dumps(found | dict(checkpoints=cards), indent=2))
+    else:
+        Console(force_jupyter=False, markup=False).print(score_table(found))
+        print("\n".join(map(card_line, cards)))
     return 0
 
 def main(

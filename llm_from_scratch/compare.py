@@ -158,7 +158,7 @@ def card_rows(
     sides: list[Side],  # in the page's order
 ) -> dict[str, list]:   # "card: figure" -> a value a side; "" where the side has none
     "All plain values of the evaluation cards."
-    flats = [{f"{card['card']}: {name}": value for card in side.cards for name, value in flatten(card).items() if name != "card"} for side in sides]
+    flats = [{f"{card['card']}: {name}": value for card in side.cards for name, value in flatten(card).items() if name != "card" and not isinstance(value, list)} for side in sides]
     names = dict.fromkeys(name for flat in flats for name in flat)
     return {name: [flat.get(name, "") for flat in flats] for name in names}
 
