@@ -105,7 +105,8 @@ def check_resume(
     refused = [change for change in changes if not {change[0], change[0].partition(".")[0]} & {*FREE_ON_RESUME, *(set(allow) - FIXED_ON_RESUME)}]
     if refused:
         text = ", and ".join(f"{key} = {was}, asked for is {wanted}" for key, was, wanted in refused)
-        way = [f", or --allow-change {' '.join(keys)}"] if (keys := [key for key, _, _ in refused if key not in FIXED_ON_RESUME]) else []
+        never_offered = FIXED_ON_RESUME | ({"engine.kind", "engine.zero_stage"} if step and old.engine.zero != new.engine.zero else set()) # the latter cut the state
+        way = [f", or --allow-change {' '.join(keys)}"] if (keys := [key for key, _, _ in refused if key not in never_offered]) else []
         if never := [key for key, _, _ in refused if key in FIXED_ON_RESUME & set(allow)]: way.append(f"; --allow-change can't help with {' '.join(never)}: what was saved fits no other")
         raise UserError(f"the run has {text}; resume with the former, or start a new run (--train.init-from takes the weights){''.join(way)}")
     for key, was, wanted in changes:
@@ -449,11 +450,13 @@ def training_bytes(
     world_size: int = 1, # ranks, over which ZeRO spreads them
 ) -> int:            # on one rank, at least; activations come on top
     "Bytes of weights, gradients and moments in fp32: two moments under AdamW, one under Muon."
-    def count_weights(num_layers):
-        model = config.model.model_copy(update={"vocab_size": vocab_size, "num_layers": num_layers})
+    def count_weights(num_layers, num_experts):
+        model = config.model.model_copy(update={"vocab_size": vocab_size, "num_layers": num_layers, "num_experts": num_experts})
         return sum(math.prod(shape) for name, shape in expected_shapes(model).items() if not (model.tie_embeddings and name == "head.weight"))
-    one, two = count_weights(1), count_weights(2)
-    count, engine = one + (config.model.num_layers - 1) * (two - one), config.engine
+    layers, experts, engine = config.model.num_layers, config.model.num_experts, config.engine
+    least = min(experts, 1) # a billion of them are multiplied, not listed
+    one, expert = count_weights(1, least), count_weights(1, least + 1) - count_weights(1, least) if experts else 0
+    count = one + (layers - 1) * (count_weights(2, least) - one) + layers * (experts - least) * expert
     moments = 0 if engine.offload != "none" else 2 if config.optim.kind == "adamw" else 1
     spread = sum(4 * count * copies // (world_size if engine.zero >= stage else 1) for stage, copies in ((3, 1), (2, 1), (1, moments)))
     return max(spread, 4 * count) if engine.zero == 3 else spread # cut from what each rank has built whole

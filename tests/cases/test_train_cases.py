@@ -418,6 +418,27 @@ def test_a_restart_count_that_is_no_number_is_told(options, tmp_path, monkeypatc
         train.main([*options, "--run-dir", str(tmp_path / "run")])
 
 
+@pytest.mark.parametrize(("place", "restarts", "is_told"), [("resolve", "0", True), ("resolve", "1", False), ("repeated_stop", "1", False), ("watch_launcher", "1", True)])
+def test_a_restart_ends_without_a_word_until_it_knows_that_it_repeats_no_stop(monkeypatch, capsys, place, restarts, is_told):
+    def interrupted(*args): raise KeyboardInterrupt("SIGTERM")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+    monkeypatch.setattr(train, place, interrupted)
+    monkeypatch.setattr(sys, "argv", ["train"])
+    with pytest.raises(SystemExit) as ended: run_command(train.main)
+    assert (ended.value.code, capsys.readouterr().err) == (130, "interrupted by SIGTERM\n" * is_told)
+
+
+def test_a_stop_that_is_repeated_is_not_cut_off_by_the_launchers_signal(monkeypatch, capsys, tmp_path):
+    def repeats(run_dir): return 2
+    def say_them(): whole(), os.kill(os.getpid(), signal.SIGTERM)
+    whole = train.say_last_words
+    monkeypatch.setattr(train, "repeated_stop", repeats)
+    monkeypatch.setattr(train, "say_last_words", say_them)
+    monkeypatch.setattr(sys, "argv", ["train", "--run-dir", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended: run_command(train.main)
+    assert (ended.value.code, capsys.readouterr().err) == (2, "")
+
+
 def test_a_full_disk_is_one_line(options, tmp_path, monkeypatch, capsys):
     def full(*args, **more):
         raise OSError(28, "No space left on device")
@@ -495,6 +516,17 @@ def test_what_a_state_can_not_follow_is_not_offered(change, key):
     with pytest.raises(UserError) as error: check_resume(old, build_config(old.model_dump(), change), 3)
     assert key in str(error.value) and "--allow-change" not in str(error.value)
     with pytest.raises(UserError, match=f"--allow-change can't help with {key}"): check_resume(old, build_config(old.model_dump(), change), 3, allow=(key,))
+
+
+@pytest.mark.parametrize("change", [{"kind": "deepspeed"}, {"kind": "deepspeed", "zero_stage": 3}])
+def test_another_engine_is_not_offered_once_its_state_was_saved(change):
+    old = build_config({})
+    new = build_config(old.model_dump(), {"engine": change})
+    for before, after in ((old, new), (new, old)):
+        with pytest.raises(UserError, match="engine.kind = ") as error: check_resume(before, after, 3)
+        assert "--allow-change" not in str(error.value)
+        with pytest.raises(UserError, match="or --allow-change engine.kind"): check_resume(before, after, 0)
+    with pytest.raises(UserError, match="or --allow-change engine.kind"): check_resume(old, build_config(old.model_dump(), {"engine": {"kind": "deepspeed", "zero_stage": 0}}), 3)
 
 
 def give_away(path, seed):
