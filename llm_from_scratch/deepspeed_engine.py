@@ -194,7 +194,10 @@ def check_engine(
     if engine.offload == "nvme" and stage < 3: raise UserError(f"engine.offload nvme needs engine.zero_stage 3, not {stage}; cpu works in every stage")
     if engine.offload == "nvme" and not engine.nvme_path: raise UserError("engine.offload nvme needs engine.nvme_path, a folder on a local disk")
     if stage: deepspeed_library()
-    if engine.deepspeed_config: read_settings(config, dist.get_world_size() if dist.is_initialized() else 1)
+    train, world_size = config.train, dist.get_world_size() if dist.is_initialized() else 1
+    if engine.static_graph and not stage and world_size > 1 and not config.data.lengths and plan_batch(train.global_batch, train.micro_batch, world_size) > 1:
+        raise UserError("engine.static_graph takes one micro-batch a step: raise train.micro_batch or turn it off")
+    if engine.deepspeed_config: read_settings(config, world_size)
     return ["DeepSpeed's Muon: no gradient is clipped, and the norm told is that of its directions"] if is_muon else []
 
 # %% ../nbs/05d_deepspeed_engine.ipynb #b2e6c01b

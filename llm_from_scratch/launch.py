@@ -458,6 +458,7 @@ def training_bytes(
     one, expert = count_weights(1, least), count_weights(1, least + 1) - count_weights(1, least) if experts else 0
     count = one + (layers - 1) * (count_weights(2, least) - one) + layers * (experts - least) * expert
     moments = 0 if engine.offload != "none" else 2 if config.optim.kind == "adamw" else 1
+    count = min(count, 10**24) # beyond that no float can tell it, and no machine hold it
     spread = sum(4 * count * copies // (world_size if engine.zero >= stage else 1) for stage, copies in ((3, 1), (2, 1), (1, moments)))
     return max(spread, 4 * count) if engine.zero == 3 else spread # cut from what each rank has built whole
 
@@ -481,8 +482,9 @@ def check_memory(
     needed = training_bytes(config, vocab_size, ranks.world_size) * (1 if device.type == "cuda" else ranks.local_world_size)
     there = available_bytes(device)
     if needed > there:
+        smaller = "model.num_experts, " * (config.model.num_experts > 1) + "model.hidden_size, model.num_layers"
         raise UserError(f"the model does not fit: weights, gradients and moments take at least {needed / 1e9:,.1f} GB and {there / 1e9:,.1f} GB "
-                        f"of memory can be had ({device}); lower model.hidden_size, model.num_layers or tokenizer.vocab_size")
+                        f"of memory can be had ({device}); lower {smaller} or tokenizer.vocab_size")
     copied = training_bytes(config, vocab_size, ranks.world_size) * (3 if config.optim.kind == "adamw" else 2) // (4 if config.optim.kind == "adamw" else 3) # all but gradients
     if device.type == "cpu" and config.checkpoint.background and needed + copied > there:
         raise UserError(f"the model fits, a save in the background doesn't: its copy takes {copied / 1e9:,.1f} GB beside {needed / 1e9:,.1f} GB, and {there / 1e9:,.1f} GB "

@@ -519,6 +519,7 @@ def run(
     "One training run from text to report."
     console = console or Console(quiet=not ranks.is_main, soft_wrap=True, markup=False)
     claim_folder(run_dir, resume_from)
+    plan_batch(config.train.global_batch, config.train.micro_batch, ranks.world_size)
     if old: check_run_folder(run_dir)
     asked = check_engine(config)
     check_offload(config)
