@@ -115,7 +115,7 @@ def agree_settings(
         if (given or mine) and given not in (None, "auto", mine): raise UserError(f"{where} says {place} {given!r}, the run's {option} makes it {mine}; change one, or leave it out of the file")
     return merge(ours, _without_auto(theirs))
 
-# %% ../nbs/05d_deepspeed_engine.ipynb #34989cfc
+# %% ../nbs/05d_deepspeed_engine.ipynb #e3d5a90c
 READ_AT_START = {"data_parallel_size", "sequence_parallel_size"} # by `deepspeed.initialize` itself, beside its `DeepSpeedConfig`
 
 class AskedFor(dict):
@@ -128,6 +128,7 @@ class AskedFor(dict):
     def __contains__(self, key): self.names.add(key); return super().__contains__(key)
     def keys(self): return self # DeepSpeed asks `key in settings.keys()`
 
+# %% ../nbs/05d_deepspeed_engine.ipynb #34989cfc
 def read_settings(
     config: Config,          # resolved
     world_size: int,         # ranks
@@ -160,6 +161,7 @@ def load_async_io() -> None: # compiled once for a user; ranks that come meanwhi
         raise UserError(f"engine.offload nvme: DeepSpeed can't compile its async_io: {reason}; install a C++ compiler, ninja and libaio's headers (libaio-dev), or take engine.offload cpu") from error
     finally: said.cancel()
 
+# %% ../nbs/05d_deepspeed_engine.ipynb #d04b7e18
 def check_direct_writes(
     folder: str, # engine.nvme_path; made where missing
 ) -> None:
