@@ -108,6 +108,10 @@ def agree_settings(
     if not isinstance(theirs, dict): raise UserError(f"{where} holds a {type(theirs).__name__}, not an object with settings: {{\"zero_optimization\": ...}}")
     for section, decides in {"optimizer": "optim options decide", "scheduler": "optim options decide", "gradient_allreduce_op": "loss is a mean over tokens, which decides"}.items():
         if section in theirs: raise UserError(f"{where} has {section!r}; leave it out: the run's {decides} it")
+    for place in ("sequence_parallel_size", "tensor_parallel.autotp_size"):
+        if (given := look_up(theirs, place)) not in (None, "auto", 0, 1): raise UserError(f"{where} says {place} {given}; leave it out: each rank here has rows of its own, and runs whole layers on them")
+    for place in ("wall_clock_breakdown", "flops_profiler.enabled"):
+        if look_up(theirs, place): raise UserError(f"{where} says {place}; leave it out: it times DeepSpeed's own forward, which is not called here")
     for section, mine in ours.items():
         if isinstance(mine, dict) and not isinstance(given := theirs.get(section) or {}, dict) and given != "auto": raise UserError(f"{where} says {section} {given}; it is a section, such as {mine}")
     for place, option in decided.items():
@@ -158,7 +162,7 @@ def load_async_io() -> None: # compiled once for a user; ranks that come meanwhi
     except Exception as error:
         lines = str(error).splitlines() or [type(error).__name__]
         reason = next((line for line in lines if "error:" in line), lines[0]).strip()[:200]
-        raise UserError(f"engine.offload nvme: DeepSpeed can't compile its async_io: {reason}; install a C++ compiler, ninja and libaio's headers (libaio-dev), or take engine.offload cpu") from error
+        raise UserError(f"engine.offload nvme: DeepSpeed can't compile its async_io: {reason}; install a C++ compiler, ninja and libaio's headers (libaio-dev), or take offload to cpu") from error
     finally: said.cancel()
 
 # %% ../nbs/05d_deepspeed_engine.ipynb #d04b7e18
@@ -170,7 +174,7 @@ def check_direct_writes(
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(place, os.O_CREAT | os.O_WRONLY | getattr(os, "O_DIRECT", 0)))
-    except OSError as error: raise UserError(f"engine.nvme_path {folder} can't be used: {error.strerror}; name a folder on a local disk that can be written and takes direct writes, which a tmpfs may not") from None
+    except OSError as error: raise UserError(f"NVMe folder {folder} can't be used: {error.strerror}; name a folder on a local disk that can be written and takes direct writes, which a tmpfs may not") from None
     finally:
         with suppress(OSError): place.unlink() # tmpfs makes it and refuses it, too
 
@@ -178,9 +182,13 @@ def check_offload(
     config: Config, # resolved, and accepted by `check_engine`, which writes and compiles nothing
 ) -> None:
     "UserError where this machine can't offload to NVMe as asked."
-    if config.engine.offload != "nvme": return
-    check_direct_writes(config.engine.nvme_path)
-    load_async_io()
+    engine, places = config.engine, []
+    if engine.offload == "nvme": places.append(engine.nvme_path)
+    theirs = read_json(engine.deepspeed_config) if engine.deepspeed_config and engine.zero == 3 else {}
+    if look_up(theirs, "zero_optimization.offload_param.device") == "nvme": places.append(look_up(theirs, "zero_optimization.offload_param.nvme_path"))
+    if None in places: raise UserError(f"{engine.deepspeed_config} says zero_optimization.offload_param.device 'nvme'; give it an nvme_path, too: a folder on a local disk")
+    for place in places: check_direct_writes(place)
+    if places: load_async_io()
 
 # %% ../nbs/05d_deepspeed_engine.ipynb #700f5201
 def check_engine(
@@ -236,7 +244,7 @@ def start_deepspeed(
     os.environ.setdefault("LOCAL_RANK", "0")
     if not dist.is_initialized(): dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     try: return library.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)[0]
-    except (ValueError, AssertionError, library.runtime.zero.utils.ZeRORuntimeException) as error: raise UserError(f"DeepSpeed refuses its settings: {' '.join(str(error).split())}") from error
+    except (ValueError, AssertionError, library.runtime.zero.utils.ZeRORuntimeException) as error: raise UserError(f"DeepSpeed refuses its settings: {' '.join(str(error).split()) or type(error).__name__}") from error
 
 # %% ../nbs/05d_deepspeed_engine.ipynb #7b9fe053
 @torch.no_grad()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from llm_from_scratch.async_training import LocalSGD, ParameterServer, StalenessGate, Worker
 from llm_from_scratch.config import OptimConfig, build_config
-from llm_from_scratch.deepspeed_engine import DECIDED, agree_settings, check_pieces, read_settings, zero_settings
+from llm_from_scratch.deepspeed_engine import DECIDED, agree_settings, check_offload, check_pieces, read_settings, zero_settings
 from llm_from_scratch.distributed import prepare
 from llm_from_scratch.env import Ranks, UserError
 from llm_from_scratch.launch import idle_options
@@ -66,7 +66,8 @@ OURS = zero_settings(build_config({"train": dict(global_batch=8, micro_batch=2),
     ('{"zero_optimization": 3}', "says zero_optimization 3; it is a section"), ('{"bf16": true}', "says bf16 True; it is a section"), ('{"fp16": "on"}', "says fp16 on; it is a section"),
     ('{"zero_optimization": {"stage": 5}}', "stage 5, the run's engine.zero_stage makes it 2"), ('{"zero_optimization": {"stage": "2"}}', "stage '2', the run's engine.zero_stage makes it 2"),
     ('{"zero_optimization": {"cpu_offload": true}}', "the run's engine.offload"), ('{"torch_autocast": {"enabled": true}}', "the run's train.dtype"),
-    ('{"gradient_clipping": NaN}', "the run's optim.max_grad_norm makes it 1.0"), ('{"gradient_clipping": 0}', "makes it 1.0"), ('{"train_batch_size": -8}', "makes it 8"),
+    ('{"gradient_clipping": NaN}', "the run's optim.max_grad_norm makes it 1.0"), ('{"gradient_clipping": 0}', "makes it 1.0"), ('{"sequence_parallel_size": 2, "data_parallel_size": 1}', "sequence_parallel_size 2; leave it out"), ('{"wall_clock_breakdown": true}', "which is not called here"), ('{"flops_profiler": {"enabled": true}}', "which is not called here"),
+    ('{"tensor_parallel": {"autotp_size": 2}}', "autotp_size 2; leave it out"), ('{"train_batch_size": -8}', "makes it 8"),
 ])
 def test_a_file_for_deepspeed_that_contradicts_the_run_is_refused(text, words):
     with pytest.raises(UserError) as refusal:
@@ -117,6 +118,14 @@ def test_a_checkpoint_of_another_engine_is_refused_before_anything_is_built(tmp_
         assert check_pieces(tmp_path, config, Ranks()) == []
         return
     with pytest.raises(UserError) as refusal: check_pieces(tmp_path, config, Ranks())
+    assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize(("folder", "words"), [("null", "says zero_optimization.offload_param.device 'nvme'; give it an nvme_path"), ('"/dev/null"', "NVMe folder /dev/null can't be used")])
+def test_weights_on_a_disk_that_is_none_are_refused(tmp_path, folder, words):
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": %s}}}' % folder)
+    config = build_config({"optim": dict(kind="adamw"), "engine": dict(kind="deepspeed", zero_stage=3, deepspeed_config=str(tmp_path / "ds.json"))})
+    with pytest.raises(UserError) as refusal: check_offload(config)
     assert words in str(refusal.value)
 
 
