@@ -7,7 +7,7 @@ __all__ = ['DECIDED', 'READ_AT_START', 'PIECES', 'deepspeed_library', 'zero_sett
            'read_settings', 'load_async_io', 'check_direct_writes', 'check_offload', 'check_engine', 'copy_to_cpu',
            'deepspeed_muon', 'start_deepspeed', 'gather_weights', 'EvenBatches', 'step_together', 'written_muon',
            'check_touched', 'ZeroEngine', 'build_engine', 'zero_state', 'load_zero_state', 'check_cut', 'check_pieces',
-           'save_pieces', 'load_cut_anew', 'load_pieces']
+           'save_pieces', 'load_cut_anew', 'load_from_disk', 'load_pieces']
 
 # %% ../nbs/05d_deepspeed_engine.ipynb #3702499a
 import copy
@@ -374,7 +374,7 @@ def build_engine(
 # %% ../nbs/05d_deepspeed_engine.ipynb #b1ed7fb4
 def zero_state(engine: ZeroEngine) -> dict: # not the moments, which lie in the pieces
     "What a checkpoint keeps beside the pieces, and what they were cut into."
-    cut = {"stage": engine.zero.zero_optimization_stage(), "ranks": dist.get_world_size()}
+    cut = {"stage": engine.zero.zero_optimization_stage(), "ranks": dist.get_world_size()} | ({"nvme": True} if engine.zero.zero_nvme_offload_optimizer() else {})
     return {"cut": cut, "skipped": dict(engine.skipped), "clipper": engine.clipper.state_dict(), "scaler": engine.scaler.state_dict() if engine.scaler else None}
 
 def load_zero_state(
@@ -389,13 +389,15 @@ def load_zero_state(
 
 def check_cut(
     state: dict, # of the engine in a checkpoint
-    cut: dict,   # stage and ranks of this run
+    cut: dict,   # stage and ranks of this run, and whether moments lie on NVMe
 ) -> None:
-    "UserError naming both engines or both stages."
+    "UserError naming both engines, both stages or both places of the moments."
     saved, way = state.get("cut"), "or start a new run from its weights with --train.init-from"
     if saved is None: raise UserError(f"the checkpoint is of engine.kind ddp, this run's is deepspeed; take the former, {way}")
     if not cut["stage"]: raise UserError(f"the checkpoint is of ZeRO-{saved['stage']}, this run's engine spreads nothing; set engine.kind deepspeed and engine.zero_stage {saved['stage']}, {way}")
     if saved["stage"] != cut["stage"]: raise UserError(f"the checkpoint is of ZeRO-{saved['stage']}, this run of ZeRO-{cut['stage']}; set engine.zero_stage {saved['stage']}, {way}")
+    before, now = ("on NVMe" if found.get("nvme") else "in memory" for found in (saved, cut))
+    if before != now: raise UserError(f"the checkpoint's moments lie {before}, this run's {now}; set engine.offload {'nvme' if saved.get('nvme') else 'none or cpu'}, {way}")
 
 def _saved_engine(path: str | Path) -> dict | None: # None: light or damaged, which loading it will tell
     try: return read_json(Path(path, "train_state.json"))["entries"]["engine"]["value"]
@@ -409,7 +411,7 @@ def check_pieces(
     "UserError as `check_cut`, from a checkpoint's own words, or where its pieces would have to be cut anew and can't."
     state, now = _saved_engine(path), ranks.world_size
     if not state or not (config.engine.zero or "cut" in state): return []
-    check_cut(state, {"stage": config.engine.zero, "ranks": now})
+    check_cut(state, {"stage": config.engine.zero, "ranks": now, "nvme": config.engine.offload == "nvme"})
     if (before := state["cut"]["ranks"]) == now: return []
     kind = "moments on NVMe" if config.engine.offload == "nvme" else "Muon's momenta" if config.optim.kind == "muon" else None
     if kind: raise UserError(f"the checkpoint was written by {before} ranks, this run has {now}, and {kind} can't be cut anew; start {before}, or a new run from its weights with --train.init-from")
@@ -459,6 +461,19 @@ def load_cut_anew(
     barrier()
     if dist.get_rank() == 0: shutil.rmtree(draft)
 
+def load_from_disk(
+    engine: ZeroEngine, # with moments on NVMe; DeepSpeed has copied their files back
+    path: Path,         # the checkpoint
+) -> None:
+    "Load what DeepSpeed leaves out under NVMe: counters, moments in memory, and that those on the disk are in use."
+    inner = engine.zero.optimizer
+    engine.zero._load_zero_checkpoint(str(path), PIECES)
+    for number, weights in enumerate(inner.fp32_partitioned_groups_flat):
+        if not inner._swappable_optimizer_subgroup(number): continue
+        size, state = int(inner.fp16_partitioned_groups_flat_numel[number]), inner.optimizer.state[weights]
+        for name, value in state.items():
+            if value.ndim: state[name] = torch.zeros((), dtype=value.dtype).expand(size) # a size only: the first step reads its file
+
 def load_pieces(
     engine: ZeroEngine, # all ranks call this; it has taken the state already
     path: Path,         # a checkpoint that has been verified
@@ -468,4 +483,5 @@ def load_pieces(
     options = [{key: value for key, value in group.items() if key != "params"} for group in engine.optimizer.param_groups]
     if len(list(Path(path, PIECES).glob("*optim_states.pt"))) == dist.get_world_size(): engine.zero.load_checkpoint(str(path), tag=PIECES, load_lr_scheduler_states=False)
     else: load_cut_anew(engine, Path(path))
+    if engine.zero.zero_nvme_offload_optimizer(): load_from_disk(engine, Path(path))
     for group, kept in zip(engine.optimizer.param_groups, options): group.update(kept)

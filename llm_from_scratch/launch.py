@@ -67,7 +67,7 @@ class StopRequest:
         for name, handler in self.previous.items(): signal.signal(name, handler)
 
 # %% ../nbs/07d_launch.ipynb #a3790a50
-FREE_ON_RESUME = ("eval", "log", "checkpoint", "fuse", "alarms", "engine.timeout_seconds", "engine.preflight", "engine.allow_different_environments", "engine.links", "train.num_threads", "train.micro_batch", "train.steps", "train.parity_every_steps", "train.checkpoint_activations", "data.prefetch_batches", "data.num_workers", "data.cache_bytes")
+FREE_ON_RESUME = ("eval", "log", "checkpoint", "fuse", "alarms", "engine.timeout_seconds", "engine.preflight", "engine.allow_different_environments", "engine.links", "engine.nvme_path", "train.num_threads", "train.micro_batch", "train.steps", "train.parity_every_steps", "train.checkpoint_activations", "data.prefetch_batches", "data.num_workers", "data.cache_bytes")
 STRUCTURE = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "positions", "rope_layout",
              "tie_embeddings", "num_experts", "experts_per_token") # of a model: what its weights are without meaning otherwise
 FIXED_ON_RESUME = {"optim.kind", "train.weights", "train.seed", "train.seq_len", *(f"model.{name}" for name in STRUCTURE)} # what was saved fits no other
@@ -105,7 +105,8 @@ def check_resume(
     refused = [change for change in changes if not {change[0], change[0].partition(".")[0]} & {*FREE_ON_RESUME, *(set(allow) - FIXED_ON_RESUME)}]
     if refused:
         text = ", and ".join(f"{key} = {was}, asked for is {wanted}" for key, was, wanted in refused)
-        never_offered = FIXED_ON_RESUME | ({"engine.kind", "engine.zero_stage"} if step and old.engine.zero != new.engine.zero else set()) # the latter cut the state
+        is_cut_anew = old.engine.zero != new.engine.zero or "nvme" in {old.engine.offload, new.engine.offload}
+        never_offered = FIXED_ON_RESUME | ({"engine.kind", "engine.zero_stage", "engine.offload"} if step and is_cut_anew else set())
         way = [f", or --allow-change {' '.join(keys)}"] if (keys := [key for key, _, _ in refused if key not in never_offered]) else []
         if never := [key for key, _, _ in refused if key in FIXED_ON_RESUME & set(allow)]: way.append(f"; --allow-change can't help with {' '.join(never)}: what was saved fits no other")
         raise UserError(f"the run has {text}; resume with the former, or start a new run (--train.init-from takes the weights){''.join(way)}")

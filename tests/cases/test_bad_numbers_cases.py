@@ -109,7 +109,9 @@ def test_what_deepspeed_reads_is_not_refused(tmp_path):
     ({"optimizer": {}}, dict(kind="deepspeed"), "is of engine.kind ddp, this run's is deepspeed; take the former, or start a new run from its weights with --train.init-from"),
     ({"cut": {"stage": 3, "ranks": 2}}, dict(kind="ddp"), "is of ZeRO-3, this run's engine spreads nothing; set engine.kind deepspeed and engine.zero_stage 3, or start a new run"),
     ({"cut": {"stage": 2, "ranks": 2}}, dict(kind="deepspeed", zero_stage=0), "engine spreads nothing"), ({"cut": {"stage": 2, "ranks": 2}}, dict(kind="deepspeed", zero_stage=1), "this run of ZeRO-1"),
-    ({"optimizer": {}}, dict(kind="ddp"), None), ({"optimizer": {}}, dict(kind="deepspeed", zero_stage=0), None), (None, dict(kind="deepspeed"), None),
+    ({"cut": {"stage": 3, "ranks": 1, "nvme": True}}, dict(kind="deepspeed", zero_stage=3, offload="cpu"), "moments lie on NVMe, this run's in memory; set engine.offload nvme, or start a new run"),
+    ({"cut": {"stage": 3, "ranks": 1}}, dict(kind="deepspeed", zero_stage=3, offload="nvme", nvme_path="/nvme"), "moments lie in memory, this run's on NVMe; set engine.offload none or cpu, or start a new run"),
+    ({"optimizer": {}}, dict(kind="ddp"), None), ({"cut": {"stage": 3, "ranks": 1, "nvme": True}}, dict(kind="deepspeed", zero_stage=3, offload="nvme", nvme_path="/nvme"), None), ({"optimizer": {}}, dict(kind="deepspeed", zero_stage=0), None), (None, dict(kind="deepspeed"), None),
 ])
 def test_a_checkpoint_of_another_engine_is_refused_before_anything_is_built(tmp_path, saved, engine, words):
     (tmp_path / "train_state.json").write_text(json.dumps({"entries": {"engine": {"value": saved}} if saved else {}}))

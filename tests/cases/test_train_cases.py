@@ -535,6 +535,10 @@ def test_another_engine_is_not_offered_once_its_state_was_saved(change):
         assert "--allow-change" not in str(error.value)
         with pytest.raises(UserError, match="or --allow-change engine.kind"): check_resume(before, after, 0)
     with pytest.raises(UserError, match="or --allow-change engine.kind"): check_resume(old, build_config(old.model_dump(), {"engine": {"kind": "deepspeed", "zero_stage": 0}}), 3)
+    beside = build_config(new.model_dump(), {"engine": {"offload": "cpu"}})
+    with pytest.raises(UserError, match="or --allow-change engine.offload"): check_resume(new, beside, 3)
+    with pytest.raises(UserError) as error: check_resume(beside, build_config(new.model_dump(), {"engine": {"offload": "nvme"}}), 3)
+    assert "--allow-change" not in str(error.value)
 
 
 def give_away(path, seed):
