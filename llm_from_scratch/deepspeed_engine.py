@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['DECIDED', 'READ_AT_START', 'PIECES', 'deepspeed_library', 'zero_settings', 'look_up', 'agree_settings', 'AskedFor',
-           'read_settings', 'load_async_io', 'check_direct_writes', 'check_offload', 'check_engine', 'copy_to_cpu',
-           'deepspeed_muon', 'start_deepspeed', 'gather_weights', 'EvenBatches', 'step_together', 'written_muon',
-           'check_touched', 'ZeroEngine', 'build_engine', 'zero_state', 'load_zero_state', 'check_cut', 'check_pieces',
-           'save_pieces', 'load_cut_anew', 'load_from_disk', 'load_pieces']
+           'read_settings', 'load_async_io', 'check_direct_writes', 'check_offload', 'hold_disk', 'check_engine',
+           'copy_to_cpu', 'deepspeed_muon', 'start_deepspeed', 'gather_weights', 'EvenBatches', 'step_together',
+           'written_muon', 'check_touched', 'ZeroEngine', 'build_engine', 'zero_state', 'load_zero_state', 'check_cut',
+           'check_pieces', 'save_pieces', 'load_cut_anew', 'load_from_disk', 'load_pieces']
 
 # %% ../nbs/05d_deepspeed_engine.ipynb #3702499a
 import copy
@@ -21,7 +21,7 @@ import threading
 import warnings
 from argparse import Namespace
 from collections import Counter
-from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
 from types import ModuleType
@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import nn
 
 # %% ../nbs/05d_deepspeed_engine.ipynb #af0f4f19
-from .artifacts import _temporary_sibling, read_json
+from .artifacts import Lock, _temporary_sibling, read_json
 from .clipping import Clipper, limit_and_learn
 from .config import Config, merge, suggest
 from .dataloader import IGNORED, Batch
@@ -189,6 +189,16 @@ def check_offload(
     if None in places: raise UserError(f"{engine.deepspeed_config} says zero_optimization.offload_param.device 'nvme'; give it an nvme_path, too: a folder on a local disk")
     for place in places: check_direct_writes(place)
     if places: load_async_io()
+
+@contextmanager
+def hold_disk(
+    config: Config, # resolved
+    ranks: Ranks,   # the first of each machine holds the lock
+):
+    "Within the block no other run's moments go into this one's NVMe folder, under the same names; UserError where some do."
+    folder = config.engine.nvme_path if config.engine.offload == "nvme" and ranks.local_rank == 0 else None
+    if folder: check_direct_writes(folder)
+    with Lock(Path(folder, ".lock")) if folder else nullcontext(): yield
 
 # %% ../nbs/05d_deepspeed_engine.ipynb #700f5201
 def check_engine(

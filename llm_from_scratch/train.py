@@ -37,7 +37,7 @@ from .comm_timing import comm_figures, comm_table, time_comm
 from .config import Config, replace
 from .dataloader import Batch, TokenLoader, endless, loader_options
 from .distributed import Engine, StepResult, all_sum, broadcast_object, check_parity, gather_objects, mistake_elsewhere, next_token_loss, plan_batch, speaks_first, watch_launcher
-from .deepspeed_engine import build_engine, check_engine, check_offload, check_pieces
+from .deepspeed_engine import build_engine, check_engine, check_offload, check_pieces, hold_disk
 from .device_monitor import RunMeter
 from .documents import REASONS, corpus_files, inputs_hash, is_validation, read_corpus
 from .efficiency import efficiency_figures
@@ -611,7 +611,7 @@ def hold_and_run(
         if ranks.is_main: (run_dir / "stopped.json").unlink(missing_ok=True)
         try:
             preflight_run(config, ranks, run_dir)
-            with watch_run(ranks, config.engine.timeout_seconds, run_dir):
+            with hold_disk(config, ranks), watch_run(ranks, config.engine.timeout_seconds, run_dir):
                 code = run(config, run_dir, ranks, resume_from=options.resume, old=old, allow=tuple(options.allow_change), url=options.url)
         except (UserError, RuntimeError, KeyboardInterrupt) as error: # the latter two may only mean that another rank is gone
             mistake = str(error) if isinstance(error, UserError) else mistake_elsewhere()
