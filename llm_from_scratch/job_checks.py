@@ -33,7 +33,7 @@ from .artifacts import write_atomic
 from .certify import certify
 from .config import CommandParser, Config, build_config, replace, to_yaml
 from .dataloader import IGNORED, Batch, TokenLoader
-from .deepspeed_engine import check_engine
+from .deepspeed_engine import check_engine, check_offload
 from .distributed import plan_batch
 from .env import Check, Ranks, UserError, choose_device, choose_dtype, preflight, run_command
 from .launch import available_bytes, check_readers, check_saving, claim_folder, idle_options, resolve
@@ -379,7 +379,7 @@ def check_plan(
     resume: str | None = None, # as training's --resume
 ) -> JobCheck:
     "Whether the options go together."
-    tries = (lambda: claim_folder(run_dir, resume), lambda: plan_batch(config.train.global_batch, config.train.micro_batch, world_size), lambda: check_engine(config),
+    tries = (lambda: claim_folder(run_dir, resume), lambda: plan_batch(config.train.global_batch, config.train.micro_batch, world_size), lambda: check_engine(config), lambda: check_offload(config),
              lambda: check_readers(config.data.num_workers, Ranks()), lambda: check_saving(run_dir, config.checkpoint))
     for attempt in tries:
         try: attempt()
