@@ -88,6 +88,11 @@ class Ratings:
     scores: dict[int, int]  # number of a text -> 0 to 5
 
 # %% ../nbs/07ga_blind_rating.ipynb #3668e8a4
+def _named_once(pairs: list) -> dict: # of a JSON object
+    if twice := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
+        raise ValueError(f"{twice[0]} stands twice")
+    return dict(pairs)
+
 def parse_ratings(
     text: str,      # of a file that the page exported
     where: str,     # the file, for messages
@@ -95,16 +100,20 @@ def parse_ratings(
     "Read an export, JSON or CSV; UserError where it is neither, or a score is none."
     try:
         if text.lstrip().startswith("{"):
-            found = json.loads(text)
+            found = json.loads(text, object_pairs_hook=_named_once)
             rater, sheet, pairs = found["rater"], found["sheet"], list(found["ratings"].items())
         else:
-            rows = list(csv.DictReader(io.StringIO(text)))
+            header = text.split("\n", 1)[0]
+            rows = list(csv.DictReader(io.StringIO(text), delimiter=max(",;\t", key=header.count))) # some spreadsheets write semicolons
             (rater,), (sheet,) = {row["rater"] for row in rows}, {row["sheet"] for row in rows}
             pairs = [(row["number"], row["score"]) for row in rows]
         given = {int(number): score for number, score in pairs}
+        twice = [number for number, count in Counter(int(number) for number, _ in pairs).items() if count > 1]
         scores = {number: int(float(score)) for number, score in given.items() if float(score) in range(6)}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, csv.Error) as error:
         raise UserError(f"{where} is not an export of a rating sheet ({error!r})") from None
+    if twice:
+        raise UserError(f"{where} scores text {twice[0]} more than once: keep the line that is meant")
     if wrong := [(number, score) for number, score in given.items() if number not in scores]:
         raise UserError(f"{where} gives text {wrong[0][0]} the score {wrong[0][1]}: scores are whole numbers from 0 to 5")
     return Ratings(str(rater), str(sheet), scores)
@@ -192,6 +201,8 @@ def sheet_command(
     key_path = Path(options.key or f"{out.with_suffix('') if out.name else out}.key.json")
     if out.is_dir() or key_path.is_dir() or out.resolve() == key_path.resolve():
         raise UserError(f"--out {out}, --key {key_path}: name two different files, for the page and for its key")
+    if kept := [path for path in (out, key_path) if path.exists()]:
+        raise UserError(f"{kept[0]} exists already, and ratings can't be read without their own key: remove both files, or take another name")
     tasks = random.Random(options.seed).sample(tasks, min(options.limit, len(tasks)))
     page, key = make_sheet(open_checkpoints(options), tasks, seed=options.seed, max_new_tokens=options.max_new_tokens, temperature=options.temperature)
     write_json(key_path, key)
@@ -219,7 +230,7 @@ def is_key(
     if not isinstance(key, dict) or [type(key.get(name)) for name in ("sheet", "sources", "items")] != [str, list, dict]:
         return False
     is_named = all(isinstance(source, dict) and isinstance(source.get("run"), str) and "step" in source for source in key["sources"])
-    return is_named and all(number.isdecimal() and type(at) is int and 0 <= at < len(key["sources"]) for number, at in key["items"].items())
+    return is_named and all(number.isdecimal() and len(number) < 10 and type(at) is int and 0 <= at < len(key["sources"]) for number, at in key["items"].items())
 
 def score_command(
     args: list[str],    # after `eval blind-score`

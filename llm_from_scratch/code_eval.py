@@ -111,7 +111,7 @@ def read_tasks(
         tasks = [parse_task(row) for row in rows]
         if wrong := [name for task in tasks for name, value in asdict(task).items() if not isinstance(value, str)]:
             raise TypeError(f"{wrong[0]} is no text")
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{source} holds no tasks of a known form ({error!r}): give HumanEval's or MBPP's file, or lines with {', '.join(CodeTask.__dataclass_fields__)}") from None
     if not tasks:
         raise UserError(f"{source} holds no task")

@@ -344,7 +344,7 @@ def calibrate(
     num_steps: int = 10, # to measure by
 ) -> Calibration:
     "Predict a run from its first steps; UserError where there are too few."
-    timed = [(row["step"] - before, row["step_seconds"]) for before, row in zip([0, *(row["step"] for row in rows)], rows) if isinstance(seconds := row.get("step_seconds"), int | float) and 0 < seconds < 1e15][1:]
+    timed = [(row["step"] - before, row["step_seconds"]) for before, row in zip([0, *(row["step"] for row in rows)], rows) if isinstance(seconds := row.get("step_seconds"), int | float) and 0 < seconds < 1e15 and row["step"] > before][1:]
     first = next((index for index in range(len(timed)) if sum(steps for steps, _ in timed[:index]) >= num_steps), None)
     if first is None: raise UserError(f"a calibration takes {num_steps} timed steps after the first row of metrics and some to compare with; this run has too few")
     pace, rest = median(seconds for _, seconds in timed[:first]), timed[first:]

@@ -296,7 +296,8 @@ def read_card(
     "Read a card; UserError where it is missing, damaged, or another kind of file."
     card = read_json(Path(path))
     missing = [name for name, kind in CARD_KINDS.items() if not isinstance(card, dict) or type(card.get(name)) is not kind]
-    missing += [name for name in FIGURES + COUNTS if isinstance(card, dict) and not isinstance(card.get(name), (int, float, type(None)))]
+    missing += [name for name in FIGURES + COUNTS if isinstance(card, dict) and type(card.get(name, 0)) not in (int, float, type(None))]
+    missing += [name for name in ("window", "stride") if not missing and card[name] < 1] + [name for name in FIGURES if not missing and abs(card.get(name) or 0) > 1e300 and card[name] != float("inf")]
     if missing: raise UserError(f"{path} is not the card of a text: it has no {', '.join(missing)} of the right kind")
     try: card_hash(card)
     except ValueError: raise UserError(f"{path} holds NaN or infinity, which no card does: make it anew") from None

@@ -35,8 +35,11 @@ class GrowingRows:
         except FileNotFoundError:
             self.file_id, self.offset, self.rows, self.problem = None, 0, [], "no row yet: the run has not taken a step"
             return self.rows
+        except OSError as error:
+            self.file_id, self.offset, self.rows, self.problem = None, 0, [], f"{self.path}: {error.strerror}"
+            return self.rows
         for line in data[:data.rfind(b"\n") + 1].splitlines(keepends=True):
-            try: self.rows.append(parse_row(line.decode("utf-8"), str(self.path)))
+            try: self.rows.append(parse_row(line.decode("utf-8"), f"{self.path}, row {len(self.rows) + 1}"))
             except (UserError, UnicodeDecodeError) as error:
                 self.problem = str(error)
                 break
@@ -52,6 +55,10 @@ class GrowingRows:
             return file.read()
 
 # %% ../nbs/07bb_live_page.ipynb #1a8743b0
+def _content(path: Path) -> bytes | None: # None: it is gone by now, or no file
+    try: return path.read_bytes()
+    except OSError: return None
+
 class RunView:
     "State and pictures of one run, as they are now."
 
@@ -76,7 +83,7 @@ class RunView:
     def picture(self, name: str) -> bytes | None: # PNG; None where the state does not name it
         "Draw a picture, or take the one that was drawn of the same rows."
         with self.lock:
-            if found := next((path for path in self.gradients() if name == f"gradients-{path.name}"), None): return found.read_bytes()
+            if found := next((path for path in self.gradients() if name == f"gradients-{path.name}"), None): return _content(found)
             rows, curve = self.growing.refresh(), name.removesuffix(".png")
             if not rows or f"{curve}.png" != name or curve not in drawable(rows): return None
             if self.drawn.get(name, ("",))[0] != self.growing.version:
