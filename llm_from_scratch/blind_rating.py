@@ -30,6 +30,7 @@ from .code_eval import CodeTask, checkpoint_card, checkpoints_parser, open_check
 from .config import CommandParser
 from .env import UserError
 from .eval import read_text
+from .generate import Sampling
 
 # %% ../nbs/07ga_blind_rating.ipynb #fe645683
 @dataclass(frozen=True)
@@ -111,12 +112,14 @@ def parse_ratings(
         twice = [number for number, count in Counter(int(number) for number, _ in pairs).items() if count > 1]
         scores = {number: int(float(score)) for number, score in given.items() if float(score) in range(6)}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, csv.Error) as error:
-        raise UserError(f"{where} is not an export of a rating sheet ({error!r})") from None
+        raise UserError(f"{where} is not an export of a rating sheet ({str(error)[:80]!r}): give the file that a button of the page saved") from None
     if twice:
         raise UserError(f"{where} scores text {twice[0]} more than once: keep the line that is meant")
     if wrong := [(number, score) for number, score in given.items() if number not in scores]:
         raise UserError(f"{where} gives text {wrong[0][0]} the score {wrong[0][1]}: scores are whole numbers from 0 to 5")
-    return Ratings(str(rater), str(sheet), scores)
+    if not isinstance(rater, str):
+        raise UserError(f"{where} names no rater ({str(rater)[:40]!r}): write the name into it")
+    return Ratings(rater.strip(), str(sheet), scores)
 
 # %% ../nbs/07ga_blind_rating.ipynb #5a359983
 def agreement(
@@ -171,12 +174,14 @@ def make_sheet(
     seed: int,              # of samples and order
     max_new_tokens: int,    # of each text
     temperature: float,     # of the draws
-) -> tuple[str, dict]:      # page and key
+) -> tuple[str, dict]:      # page and key; empty where no checkpoint wrote a letter
     "Draw, cut and mix; errors as `sample_completions`."
     texts = []
     for _, run in opened:
         drawn = sample_completions(run, tasks, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
         texts.append([[program_of(task, text).removeprefix(task.prompt) for text in row] for task, row in zip(tasks, drawn)])
+    if opened and not any(text for side in texts for row in side for text in row):
+        return "", {}
     items, sources = mix_samples([task.prompt for task in tasks], texts, seed)
     cards = [checkpoint_card(path, run) for path, run in opened]
     return sheet_page(items), dict(sheet=sheet_id(items), seed=seed, sources=cards, items={str(item.number): source for item, source in zip(items, sources)})
@@ -195,8 +200,10 @@ def sheet_command(
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="of the draws (default 0.8)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of prompts, samples and order (default 0)")
     options = parser.parse_args(args)
-    if options.limit < 1:
-        raise UserError(f"--limit is {options.limit}: give at least 1")
+    for name in ("limit", "max_new_tokens"):
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(options, name)}: give at least 1")
+    Sampling(options.temperature)
     out, tasks = Path(options.out), read_tasks(options.tasks)
     key_path = Path(options.key or f"{out.with_suffix('') if out.name else out}.key.json")
     if out.is_dir() or key_path.is_dir() or out.resolve() == key_path.resolve():
@@ -205,6 +212,8 @@ def sheet_command(
         raise UserError(f"{kept[0]} exists already, and ratings can't be read without their own key: remove both files, or take another name")
     tasks = random.Random(options.seed).sample(tasks, min(options.limit, len(tasks)))
     page, key = make_sheet(open_checkpoints(options), tasks, seed=options.seed, max_new_tokens=options.max_new_tokens, temperature=options.temperature)
+    if not page:
+        raise UserError("no prompt and its answer fit into the models' windows: give fewer --max-new-tokens, or --tasks with shorter prompts")
     write_json(key_path, key)
     write_atomic(out, page)
     print(f"wrote {out} with {len(key['items'])} texts; the key is {key_path}")

@@ -32,7 +32,7 @@ from .checkpointing import Run, load_run
 from .config import CommandParser
 from .env import UserError, choose_device, read_ranks
 from .eval import complete_function, read_text, syntax_rate
-from .generate import complete, generate, heal_prompt
+from .generate import Sampling, complete, generate, heal_prompt
 from .sandbox import Limits, Outcome, run_many
 
 # %% ../nbs/07g_code_eval.ipynb #6b7143b9
@@ -317,6 +317,7 @@ def main(
         raise UserError(f"programs don't run here ({first.reason}): Python's own files may be out of reach for them")
     temperature = options.temperature if options.temperature is not None else 0.8 if options.samples > 1 else 0.0
     sampling, cards = dict(temperature=temperature, top_p=options.top_p, seed=options.seed), []
+    Sampling(temperature, top_p=options.top_p) # a wrong option is told before a model is loaded
     for path, run in open_checkpoints(options):
         card = evaluate_code(run, tasks, num_samples=options.samples, max_new_tokens=options.max_new_tokens, sampling=sampling,
                              limits=limits, ks=tuple(options.k), isolate=isolate)

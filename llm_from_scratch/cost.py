@@ -429,6 +429,7 @@ def main(
     config = replace(config, model={"vocab_size": config.model.vocab_size or config.tokenizer.vocab_size})
     tokens = parse_amount(options.tokens, "--tokens") if options.tokens else config.train.steps * config.train.global_batch * config.train.seq_len
     num_gpus, utilisation, gpu = parse_amount(options.gpus, "--gpus"), parse_amount(options.utilisation, "--utilisation"), find_gpu(options.gpu)
+    if num_gpus > 1e9 or config.model.num_layers > 10_000: raise UserError("more than 1e9 GPUs (--gpus) or 10,000 layers (--model.num-layers) are beyond this estimate; give fewer")
     if num_gpus % 1 or utilisation > 1: raise UserError(f"--gpus is a whole number, and --utilisation at most 1; given are {options.gpus} and {options.utilisation}")
     prices, storage = read_prices(options.price_per_hour, gpu.name), parse_amount(options.storage_bytes_per_second, "--storage-bytes-per-second")
     found = [estimate(config, kind, int(num_gpus), tokens, utilisation=utilisation, price_per_hour=prices.get(kind.name), storage=storage) for kind in GPUS.values()]

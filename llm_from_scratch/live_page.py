@@ -15,7 +15,7 @@ from pathlib import Path
 # %% ../nbs/07bb_live_page.ipynb #40421df5
 from .config import CommandParser
 from .env import UserError, run_command
-from .monitoring import CURVES, draw_curve, drawable, parse_row, png_bytes, readable, report_page, summarize, undrawn
+from .monitoring import CURVES, draw_curve, drawable, parse_row, png_bytes, readable, report_page, series, summarize, undrawn
 
 # %% ../nbs/07bb_live_page.ipynb #b19b9330
 class GrowingRows:
@@ -39,8 +39,8 @@ class GrowingRows:
             self.file_id, self.offset, self.rows, self.problem = None, 0, [], f"{self.path}: {error.strerror}"
             return self.rows
         for line in data[:data.rfind(b"\n") + 1].splitlines(keepends=True):
-            try: self.rows.append(parse_row(line.decode("utf-8"), f"{self.path}, row {len(self.rows) + 1}"))
-            except (UserError, UnicodeDecodeError) as error:
+            try: self.rows.append(parse_row(line.decode("utf-8", "replace"), f"{self.path}, row {len(self.rows) + 1}"))
+            except UserError as error:
                 self.problem = str(error)
                 break
             self.offset += len(line)
@@ -73,10 +73,15 @@ class RunView:
             rows = self.growing.refresh()
             try: facts = {name: readable(value) for name, value in summarize(rows).items()} if rows else {}
             except UserError as error: rows, facts, self.growing.problem = [], {}, str(error)
-            pictures = {f"{name}.png": CURVES[name][0] for name in drawable(rows)} if rows else {}
+            pictures = {f"{name}.png": CURVES[name][0] for name in drawable(rows) if self.has_numbers(rows, name)} if rows else {}
             pictures |= {f"gradients-{path.name}": f"Gradients, {path.stem}" for path in self.gradients()}
             note = self.growing.problem or f"{len(rows)} rows of metrics.jsonl; this page follows them." + f" Not drawn: {undrawn(rows)}." * bool(undrawn(rows))
             return {"title": self.run_dir.resolve().name, "version": self.growing.version, "summary": facts, "pictures": pictures, "note": note}
+
+    def has_numbers(self, rows: list[dict], name: str) -> bool: # a picture that can't be drawn is told in the note
+        try: return all(series(rows, field) for field, *_ in CURVES[name][2])
+        except UserError as error: self.growing.problem = str(error)
+        return False
 
     def gradients(self) -> list[Path]: return sorted(self.run_dir.glob("report/gradients/*.png"))
 

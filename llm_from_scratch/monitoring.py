@@ -56,10 +56,10 @@ def parse_row(
     "Read one row of metrics; UserError says where it is damaged."
     try:
         row = json.loads(line.removeprefix("\ufeff"))  # which some editors put in front
-        if not 0 <= row["step"] < 2**53:
+        if not 0 <= row["step"] < 2**53 or row["step"] % 1 or row["step"] is True:
             raise ValueError("no number of steps")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{where}: not a row of metrics ({line[:40]!r}); remove it") from error
+        raise UserError(f"{where}: not a row of metrics ({line[:40].strip()!r}); remove it") from error
     row = {name: NOT_FINITE.get(value, value) if isinstance(value, str) else value for name, value in row.items()}
     if type(origin := row.get("resumed_from") or 0) is not int or not 0 <= origin < 2**53:
         row["unread"] = [f"resumed_from {row.pop('resumed_from')!r}, which is no step"]
