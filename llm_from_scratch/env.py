@@ -518,6 +518,7 @@ def check_disk(
     place = Path(folder).absolute()
     while not place.exists(): place = place.parent
     free_bytes = shutil.disk_usage(place).free
+    if not place.is_dir(): return Check("disk", False, f"{place} is a file, not a folder; take another", True)
     if not os.access(place, os.W_OK): return Check("disk", False, f"{place} cannot be written; take another", True)
     return Check("disk", free_bytes >= MIN_DISK_BYTES, f"{free_bytes / 1e9:.1f} GB free at {place}", True)
 

@@ -28,6 +28,7 @@ from rich.table import Table
 from .artifacts import read_json, write_json
 from .checkpointing import read_run_config
 from .config import CommandParser
+from .cost import _silence
 from .efficiency import is_measured
 from .env import Ranks, UserError, environment_report, run_command
 from .launch import set_threads, with_own_tokenizer
@@ -118,7 +119,7 @@ def measure_steps(
         wait()
         waited, stepped = waited + got - begun, stepped + time.perf_counter() - got
     kinds = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * (device.type == "cuda")
-    with torch.profiler.profile(activities=kinds, with_flops=True) as profile: profiled = sum(loop.train_on(training, batch, False)[0].num_tokens for batch in islice(batches, 2))
+    with _silence(), torch.profiler.profile(activities=kinds, with_flops=True) as profile: profiled = sum(loop.train_on(training, batch, False)[0].num_tokens for batch in islice(batches, 2))
     events = profile.key_averages()
     busy = {event.key: event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total for event in events if event.key.startswith("aten::")}
     found = {"tokens_per_second": tokens / (waited + stepped), "wait_share": waited / (waited + stepped), "copy_share": busy.get("aten::copy_", 0) / max(1, sum(busy.values())),

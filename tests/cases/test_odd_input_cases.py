@@ -9,22 +9,23 @@ from types import SimpleNamespace
 
 import pytest
 
-from llm_from_scratch import spelling
+from llm_from_scratch import blind_rating, cost, spelling
 from llm_from_scratch.artifacts import read_json, write_atomic
 from llm_from_scratch.blind_rating import is_key, parse_ratings, sheet_command
 from llm_from_scratch.code_eval import read_tasks
 from llm_from_scratch.compare import check_place, compare_page
 from llm_from_scratch.config import read_yaml
 from llm_from_scratch.cost import calibrate
+from llm_from_scratch.device_monitor import DeviceMonitor
 from llm_from_scratch.efficiency import efficiency_figures
-from llm_from_scratch.env import UserError, run_command
+from llm_from_scratch.env import UserError, check_disk, run_command
 from llm_from_scratch.eval import read_text
 from llm_from_scratch.evaluation_cards import CARD_KINDS, read_card
 from llm_from_scratch.job_checks import CURES, check_options
 from llm_from_scratch.live_page import RunView
 from llm_from_scratch.monitoring import cut_back, parse_row, read_metrics, read_report, readable, series, summarize, undrawn
 from llm_from_scratch.slowdown import best_and_last, read_record, record_signals
-from llm_from_scratch.troubleshooting import Diagnosis, Finding, Rule, growth, readable_rows
+from llm_from_scratch.troubleshooting import KEPT, Diagnosis, Evidence, Finding, Rule, growth, left_out, read_log, readable_rows
 from llm_from_scratch.wikitext import main as wikitext_main
 
 HUGE = 10**400
@@ -135,9 +136,38 @@ def test_the_live_page_bears_what_is_no_file(tmp_path):
     assert "Is a directory" in view.state()["note"] and view.picture("gradients-step.png") is None
 
 
+@pytest.mark.parametrize("step", ["true", "2.5", "-1", "NaN"])
+def test_a_step_is_a_whole_number(step):
+    with pytest.raises(UserError, match="not a row of metrics"):
+        parse_row(f'{{"step": {step}}}', "metrics")
+
+
+def test_the_live_page_tells_of_a_curve_that_it_can_not_draw(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "lr": "x"}\n')
+    state = RunView(tmp_path).state()
+    assert "at step 1 lr is no number" in state["note"] and "loss.png" in state["pictures"] and "learning_rate.png" not in state["pictures"]
+
+
+def test_bytes_that_are_no_text_are_told_with_their_row(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"st\xe9\n')
+    assert "row 2: not a row of metrics" in RunView(tmp_path).state()["note"]
+
+
+@pytest.mark.parametrize("hz", [1e-300, 1e-320])
+def test_a_monitor_that_hardly_ever_looks_has_a_thread(hz):
+    with DeviceMonitor([lambda: {"a": 1.0}], hz=hz) as monitor:
+        assert max(every for _, every in monitor.due.values()) == 3600
+
+
 def test_the_live_page_says_which_row_is_damaged(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
     assert "row 2: not a row of metrics" in RunView(tmp_path).state()["note"]
+
+
+@pytest.mark.parametrize("words", [["--gpus", "1e12"], ["--model.num-layers", "999999"]], ids=str)
+def test_an_estimate_has_bounds(words):
+    with pytest.raises(UserError, match="are beyond this estimate"):
+        cost.main(words)
 
 
 @pytest.mark.parametrize("more", [[11, 11], [5, 6, 7], [3] * 20])
@@ -189,6 +219,26 @@ def test_a_text_that_is_rated_twice_is_not_guessed(text):
 
 def test_a_key_with_numbers_beyond_all_texts_is_none():
     assert not is_key(dict(sheet="s", sources=[dict(run="r", step=1)], items={"9" * 5000: 0}))
+
+
+@pytest.mark.parametrize("options", [["--max-new-tokens", "0"], ["--limit", "-1"], ["--temperature", "nan"]], ids=str)
+def test_a_sheet_s_wrong_option_is_told_before_a_run_is_looked_for(tmp_path, options):
+    with pytest.raises(UserError, match="give"):
+        sheet_command(["nowhere", "--out", str(tmp_path / "sheet.html"), *options])
+
+
+def test_a_sheet_without_a_letter_is_not_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(blind_rating, "open_checkpoints", lambda options: [("a", None)])
+    monkeypatch.setattr(blind_rating, "sample_completions", lambda run, tasks, **options: [[""] for _ in tasks])
+    with pytest.raises(UserError, match="no prompt and its answer fit"):
+        sheet_command(["a", "--out", str(tmp_path / "sheet.html")])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("rater", ["null", "5", "[]"])
+def test_a_rater_has_a_name(rater):
+    with pytest.raises(UserError, match="names no rater"):
+        parse_ratings(f'{{"sheet": "a", "rater": {rater}, "ratings": {{}}}}', "a.json")
 
 
 @pytest.mark.parametrize("kept", ["sheet.html", "sheet.key.json"])
@@ -267,6 +317,34 @@ def test_the_doctor_reads_past_damaged_rows_and_counts_them(tmp_path):
 def test_a_count_grows_over_the_records_that_have_one(record):
     records = [{"message": "validation", "step": step, "live": live} for step, live in ((3, 10), (6, 13), (9, 16))]
     assert growth([records[0], {"message": "validation"} | record, *records[1:]], "live") == (1.0, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *[(name, text) for name in KEPT for text in ("[1]", "5", "{")],
+        ("stopped.json", '{"reason": 5}'), ("summary.json", '{"samples": 5}'), ("summary.json", '{"samples": [5]}'), ("data.json", '{"manifests": {"tokenizer": 5}}'),
+        ("fuse.json", '{"events": [5]}'), ("fuse.json", '{"events": [{}]}'), ("fuse.json", '{"kept": NaN}'), ("failed_start.json", '{"reason": "could not meet"}'),
+    ],
+)
+def test_a_file_of_a_run_that_is_damaged_is_named_and_not_read(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    evidence = Evidence(tmp_path)
+    assert evidence.json(name) is None and evidence.last_words == "" and evidence.manifests == {}
+    assert left_out(tmp_path) == f"{name}, which is damaged"
+
+
+@pytest.mark.parametrize("change", [dict(step="x"), dict(step=HUGE), dict(time="yesterday"), dict(time=5), dict(ranks=None), dict(bytes=[1]), dict(seconds="x"), dict(attention=None)], ids=str)
+def test_a_damaged_record_of_the_log_is_counted_and_left_out(tmp_path, change):
+    record = dict(message="start", time="2026-01-01T00:00:00+00:00", step=3, ranks=1)
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (record, record | change, record)) + '{"torn')
+    assert read_log(tmp_path / "log.jsonl") == [record, record]
+    assert left_out(tmp_path) == "1 damaged records of log.jsonl, the first in line 2"
+
+
+def test_preflight_sees_a_file_where_the_run_would_be(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert [check_disk(tmp_path / name).ok for name in ("", "new", "file", "file/run")][2:] == [False, False]
 
 
 def test_commands_to_run_next_are_quoted():
