@@ -188,7 +188,9 @@ def write_manifest(
 def _refuse_edited(manifest: Any, path: Path):
     if not isinstance(manifest, dict) or not {"hash", "format_version", "kind", "files", "inputs"} <= manifest.keys():
         raise UserError(f"{path}: not a manifest of ours; make the folder anew")
-    if manifest["hash"] != hash_json({key: value for key, value in manifest.items() if key != "hash"}):
+    try: found = hash_json({key: value for key, value in manifest.items() if key != "hash"})
+    except ValueError: found = None # NaN, which no manifest of ours holds
+    if manifest["hash"] != found or [type(manifest[name]) for name in ("format_version", "files", "inputs")] != [int, dict, dict]:
         raise UserError(f"{path}: its hash does not fit its content; it was edited or damaged, make the folder anew")
 
 # %% ../nbs/00b_artifacts.ipynb #fab46e74

@@ -283,7 +283,7 @@ def validation_not_as_stored(
     evidence: Evidence, # of a run
 ) -> Finding | None:
     "Counts that differ from the split's, or readings that differ from each other."
-    records, expected = [record for record in evidence.records("validation") if "val_tokens" in record], whole_split(evidence)
+    records, expected = [record for record in evidence.records("validation") if "val_tokens" in record and "val_reading" in record], whole_split(evidence)
     if not records: return None
     counts, readings = {record["val_tokens"] for record in records}, {record["val_reading"] for record in records[-5:]}
     if expected and counts != {expected}: return Finding(f"validations counted {sorted(counts)} tokens, the split has {expected:,} in whole rows; {len(readings)} different readings in {len(records)} validations", "certain", records[0]["step"])

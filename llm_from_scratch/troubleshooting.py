@@ -87,10 +87,10 @@ def practice_run(
     return folder
 
 # %% ../nbs/08_troubleshooting.ipynb #e968540e
-KINDS = {"message": str, "time": str, "attention": str, "step": int, "ranks": int, "bytes": int, "seconds": int | float, "val_training": bool, "val_grad": bool, "val_reading": int, "val_tokens": int} # of a log's fields
+KINDS = {"message": str, "time": str, "attention": str, "step": int, "ranks": int, "bytes": int, "seconds": int | float, "val_training": bool, "val_grad": bool, "val_reading": int, "val_tokens": int, "train": str, "val": str} # of a log's fields
 
 def _is_record(record: object) -> bool: # whose fields rules can count on
-    if not isinstance(record, dict) or not all(isinstance(record[name], kind | None if name == "step" else kind) for name, kind in KINDS.items() if name in record): return False
+    if not isinstance(record, dict) or not all(isinstance(record[name], kind | None if name in ("step", "train", "val") else kind) for name, kind in KINDS.items() if name in record): return False
     try: datetime.fromisoformat(record.get("time", "2000-01-01"))
     except ValueError: return False
     return all(abs(value) < LARGEST for value in record.values() if isinstance(value, int))
@@ -180,7 +180,8 @@ KEPT = {"stopped.json": {"reason": str | None}, "summary.json": {"samples": list
 def _is_kept(name: str, found: object) -> bool: # by a run under this name, of the kinds that rules read
     wanted = KEPT.get(name, {})
     if not isinstance(found, dict) or not all(isinstance(found.get(key), kind) for key, kind in wanted.items() if key in found or name == "failed_start.json"): return False
-    texts, events = [*found.get("samples", ()), *found.get("manifests", {}).values()], found.get("events", ()) if name == "fuse.json" else ()
+    texts = found.get("samples", ()) if name == "summary.json" else found.get("manifests", {}).values() if name == "data.json" else ()
+    events = found.get("events", ()) if name == "fuse.json" else ()
     return all(isinstance(text, str) for text in texts) and all(isinstance(event, dict) and isinstance(event.get("step"), int) and isinstance(event.get("actions"), list) for event in events) and found.get("kept", 1) == found.get("kept", 1)
 
 class Evidence:

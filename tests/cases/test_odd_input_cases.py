@@ -1,24 +1,26 @@
 "Odd files and options at the commands of evaluation, monitoring, doctor and cost: one clear line, and nothing lost."
 
-import io
 import json
 import math
 import os
+import shutil
 import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from llm_from_scratch import blind_rating, cost, spelling
-from llm_from_scratch.artifacts import read_json, write_atomic
+from llm_from_scratch.artifacts import read_json, read_manifest, write_atomic, write_manifest
 from llm_from_scratch.blind_rating import is_key, parse_ratings, sheet_command
+from llm_from_scratch.checkpointing import load_checkpoint, save_checkpoint
 from llm_from_scratch.code_eval import read_tasks
 from llm_from_scratch.compare import check_place, compare_page
 from llm_from_scratch.config import read_yaml
 from llm_from_scratch.cost import calibrate
 from llm_from_scratch.device_monitor import DeviceMonitor
 from llm_from_scratch.efficiency import efficiency_figures
-from llm_from_scratch.env import UserError, check_disk, run_command
+from llm_from_scratch.env import UserError, check_disk, hash_json, run_command
 from llm_from_scratch.eval import read_text
 from llm_from_scratch.evaluation_cards import CARD_KINDS, read_card
 from llm_from_scratch.job_checks import CURES, check_options
@@ -62,6 +64,25 @@ def test_json_that_python_refuses_names_its_file(tmp_path, data):
     (tmp_path / "a.json").write_bytes(data)
     with pytest.raises(UserError, match="a.json"):
         read_json(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("change", [dict(format_version=math.nan), dict(format_version="x"), dict(files=[]), dict(inputs=5)], ids=str)
+def test_a_manifest_of_odd_values_is_refused(tmp_path, change):
+    manifest = write_manifest(tmp_path, kind="k", inputs={}) | change
+    if change.get("format_version") is not math.nan:
+        manifest["hash"] = hash_json({key: value for key, value in manifest.items() if key != "hash"})
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="edited or damaged"):
+        read_manifest(tmp_path)
+
+
+def test_weights_in_a_folder_whose_name_is_no_text(tmp_path):
+    folder = tmp_path / os.fsdecode(b"latin-\xe9")
+    folder.mkdir()
+    path = save_checkpoint(tmp_path / "plain", {"model": torch.nn.Linear(2, 2)}, step=1)
+    shutil.copytree(path, folder / path.name)
+    with pytest.raises(UserError, match="can't read the tensors"):
+        load_checkpoint(folder / path.name, {"model": torch.nn.Linear(2, 2)})
 
 
 @pytest.mark.parametrize("text", ["a: 2020-99-99", "? [a]\n: 1", "a: " + "9" * 5000, "a: " + "[" * 3000, "a: !!bool x", "a: !!timestamp x", "a: !!int ''", "a: \0"])
@@ -324,7 +345,7 @@ def test_a_count_grows_over_the_records_that_have_one(record):
     [
         *[(name, text) for name in KEPT for text in ("[1]", "5", "{")],
         ("stopped.json", '{"reason": 5}'), ("summary.json", '{"samples": 5}'), ("summary.json", '{"samples": [5]}'), ("data.json", '{"manifests": {"tokenizer": 5}}'),
-        ("fuse.json", '{"events": [5]}'), ("fuse.json", '{"events": [{}]}'), ("fuse.json", '{"kept": NaN}'), ("failed_start.json", '{"reason": "could not meet"}'),
+        ("fuse.json", '{"events": [5]}'), ("fuse.json", '{"events": [{}]}'), ("fuse.json", '{"kept": NaN}'), ("failed_start.json", '{"reason": "could not meet"}'), ("summary.json", '{"samples": {"a": 1}}'),
     ],
 )
 def test_a_file_of_a_run_that_is_damaged_is_named_and_not_read(tmp_path, name, text):
@@ -334,7 +355,7 @@ def test_a_file_of_a_run_that_is_damaged_is_named_and_not_read(tmp_path, name, t
     assert left_out(tmp_path) == f"{name}, which is damaged"
 
 
-@pytest.mark.parametrize("change", [dict(step="x"), dict(step=HUGE), dict(time="yesterday"), dict(time=5), dict(ranks=None), dict(bytes=[1]), dict(seconds="x"), dict(attention=None)], ids=str)
+@pytest.mark.parametrize("change", [dict(step="x"), dict(step=HUGE), dict(time="yesterday"), dict(time=5), dict(ranks=None), dict(bytes=[1]), dict(seconds="x"), dict(attention=None), dict(train=[1])], ids=str)
 def test_a_damaged_record_of_the_log_is_counted_and_left_out(tmp_path, change):
     record = dict(message="start", time="2026-01-01T00:00:00+00:00", step=3, ranks=1)
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (record, record | change, record)) + '{"torn')
