@@ -60,10 +60,9 @@ DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, 
 MEETING = "meeting of the ranks" # the name of a thread, which Python can't end while it is within torch
 REPEAT_SECONDS = 5 # what follows a signal so soon is the same wish: a launcher and a terminal both send one
 
-def _refuses(stream: Any) -> bool: # what stays in its buffer would be a second complaint when Python ends
+def _empty(stream: Any): # what stays in its buffer would be a second complaint when Python ends
     try: stream is None or stream.flush()
-    except OSError: os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno()); return True
-    return False
+    except OSError: os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 # %% ../nbs/00_env.ipynb #1dc727c5
 def say_last_words():
@@ -106,11 +105,11 @@ def run_command(
     except BrokenPipeError: code = 141
     except OSError as error:
         if error.filename is None and error.errno not in DISK_ERRORS: raise
-        named = error.filename2 or error.filename or ("standard output" if _refuses(sys.stdout) else "a file")
+        named = error.filename2 or error.filename or "standard output, or a file"
         print(f"error: {' '.join(str(named).split())}: {error.strerror}; check the path, its rights and the space left", file=sys.stderr)
         code = 2
     finally: llm_from_scratch._end[:] = [] if code is None else [code]
-    for stream in (sys.stdout, sys.stderr): _refuses(stream)
+    for stream in (sys.stdout, sys.stderr): _empty(stream)
     (os._exit if any(thread.name == MEETING for thread in threading.enumerate()) else sys.exit)(code)
 
 # %% ../nbs/00_env.ipynb #d602f7ec

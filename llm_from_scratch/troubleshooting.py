@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PRACTICE', 'KINDS', 'NUMBERS', 'KEPT', 'SURE', 'RULES', 'MODULES', 'FAILURES', 'HEALTHY', 'LATER', 'practice_pages',
-           'practice_run', 'read_log', 'column_of', 'readable_rows', 'left_out', 'growth', 'read_state', 'open_split',
-           'Evidence', 'Finding', 'Rule', 'rule', 'load_rules', 'Diagnosis', 'ask_rule', 'diagnose', 'Failure',
+           'practice_run', 'read_log', 'column_of', 'readable_rows', 'growth', 'read_state', 'open_split', 'Evidence',
+           'left_out', 'Finding', 'Rule', 'rule', 'load_rules', 'Diagnosis', 'ask_rule', 'diagnose', 'Failure',
            'failure', 'healthy_runs', 'try_failure', 'quick_table', 'show_diagnoses', 'command_parser', 'main']
 
 # %% ../nbs/08_troubleshooting.ipynb #9928e565
@@ -133,15 +133,6 @@ def readable_rows(
     words = [f"{len(damaged)} damaged rows of {path.name}, the first in line {first}" for first in damaged[:1]] + [f"{count} values of {name} that are no numbers" for name, count in sorted(odd.items())]
     return rows, ", ".join(words)
 
-def left_out(
-    run: Path, # its folder
-) -> str:      # "" where nothing was
-    "What rules did not read of metrics and log, in words."
-    damaged, words = [], readable_rows(run / "metrics.jsonl")[1]
-    read_log(run / "log.jsonl", damaged)
-    other = [f"{name}, which is damaged" for name in KEPT if (run / name).exists() and Evidence(run).json(name) is None]
-    return ", ".join(filter(None, [words, *other, *(f"{len(damaged)} damaged records of log.jsonl, the first in line {first}" for first in damaged[:1])]))
-
 # %% ../nbs/08_troubleshooting.ipynb #3dbc1b36
 def growth(
     log: list[dict],    # of a run
@@ -226,6 +217,16 @@ class Evidence:
 
     @property
     def last_words(self) -> str: return " ".join(filter(None, (self.crash.get("error_type"), self.crash.get("reason"), self.stopped.get("reason"))))
+
+# %% ../nbs/08_troubleshooting.ipynb #96bb8c03
+def left_out(
+    run: Path, # its folder
+) -> str:      # "" where nothing was
+    "What rules did not read of metrics and log, in words."
+    damaged, words = [], readable_rows(run / "metrics.jsonl")[1]
+    read_log(run / "log.jsonl", damaged)
+    other = [f"{name}, which is damaged" for name in KEPT if (run / name).exists() and Evidence(run).json(name) is None]
+    return ", ".join(filter(None, [words, *other, *(f"{len(damaged)} damaged records of log.jsonl, the first in line {first}" for first in damaged[:1])]))
 
 # %% ../nbs/08_troubleshooting.ipynb #b9d8e100
 SURE = ("certain", "likely", "possible") # the files prove it; nothing else that we know looks so; worth a look

@@ -26,7 +26,7 @@ from llm_from_scratch.evaluation_cards import CARD_KINDS, read_card
 from llm_from_scratch.job_checks import CURES, check_options
 from llm_from_scratch.live_page import RunView
 from llm_from_scratch.monitoring import cut_back, parse_row, read_metrics, read_report, readable, series, summarize, undrawn
-from llm_from_scratch.slowdown import best_and_last, read_record, record_signals
+from llm_from_scratch.slowdown import best_and_last, measure_steps, read_record, record_signals
 from llm_from_scratch.troubleshooting import KEPT, Diagnosis, Evidence, Finding, Rule, growth, left_out, read_log, readable_rows
 from llm_from_scratch.wikitext import main as wikitext_main
 
@@ -44,7 +44,7 @@ def test_a_full_output_is_named(monkeypatch, capsys):
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         code, err = ended(capsys, lambda arguments: print("a line"))
-    assert (code, err) == (2, "error: standard output: No space left on device; check the path, its rights and the space left\n")
+    assert (code, err) == (2, "error: standard output, or a file: No space left on device; check the path, its rights and the space left\n")
 
 
 def test_the_file_that_was_asked_for_is_named_not_its_draft(capsys, tmp_path):
@@ -315,6 +315,12 @@ def test_slowdown_reads_what_numbers_there_are(tmp_path, value):
     assert best_and_last(rows)["best"] == 640.0
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert record_signals(tmp_path) is not None
+
+
+def test_steps_are_measured_longer_than_a_small_corpus_lasts(monkeypatch):
+    monkeypatch.setattr("llm_from_scratch.train.train_on", lambda training, batch, sync: (SimpleNamespace(num_tokens=1),))
+    training = SimpleNamespace(loader=[1, 2, 3], device=torch.device("cpu"), attention="none")
+    assert measure_steps(training, 0.005)["tokens_per_second"] > 0
 
 
 @pytest.mark.parametrize("change", [dict(ranks=0), dict(ranks=-1), dict(memory_gb=0.0), dict(memory_gb=-1.0), dict(memory_gb=math.nan), dict(memory_gb=math.inf), dict(leave_out=["kill und resume"])], ids=str)
