@@ -32,6 +32,7 @@ from .config import CommandParser
 from .env import UserError
 from .eval import read_text
 from .evaluation_cards import card_line, checkpoint_card, finish_card
+from .generate import Sampling
 
 # %% ../nbs/07ga_blind_rating.ipynb #fe645683
 @dataclass(frozen=True)
@@ -90,6 +91,11 @@ class Ratings:
     scores: dict[int, int]  # number of a text -> 0 to 5
 
 # %% ../nbs/07ga_blind_rating.ipynb #3668e8a4
+def _named_once(pairs: list) -> dict: # of a JSON object
+    if twice := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
+        raise ValueError(f"{twice[0]} stands twice")
+    return dict(pairs)
+
 def parse_ratings(
     text: str,      # of a file that the page exported
     where: str,     # the file, for messages
@@ -97,19 +103,25 @@ def parse_ratings(
     "Read an export, JSON or CSV; UserError where it is neither, or a score is none."
     try:
         if text.lstrip().startswith("{"):
-            found = json.loads(text)
+            found = json.loads(text, object_pairs_hook=_named_once)
             rater, sheet, pairs = found["rater"], found["sheet"], list(found["ratings"].items())
         else:
-            rows = list(csv.DictReader(io.StringIO(text)))
+            header = text.split("\n", 1)[0]
+            rows = list(csv.DictReader(io.StringIO(text), delimiter=max(",;\t", key=header.count))) # some spreadsheets write semicolons
             (rater,), (sheet,) = {row["rater"] for row in rows}, {row["sheet"] for row in rows}
             pairs = [(row["number"], row["score"]) for row in rows]
         given = {int(number): score for number, score in pairs}
+        twice = [number for number, count in Counter(int(number) for number, _ in pairs).items() if count > 1]
         scores = {number: int(float(score)) for number, score in given.items() if float(score) in range(6)}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, csv.Error) as error:
-        raise UserError(f"{where} is not an export of a rating sheet ({error!r})") from None
+        raise UserError(f"{where} is not an export of a rating sheet ({str(error)[:80]!r}): give the file that a button of the page saved") from None
+    if twice:
+        raise UserError(f"{where} scores text {twice[0]} more than once: keep the line that is meant")
     if wrong := [(number, score) for number, score in given.items() if number not in scores]:
         raise UserError(f"{where} gives text {wrong[0][0]} the score {wrong[0][1]}: scores are whole numbers from 0 to 5")
-    return Ratings(str(rater), str(sheet), scores)
+    if not isinstance(rater, str):
+        raise UserError(f"{where} names no rater ({str(rater)[:40]!r}): write the name into it")
+    return Ratings(rater.strip(), str(sheet), scores)
 
 # %% ../nbs/07ga_blind_rating.ipynb #5a359983
 def agreement(
@@ -164,12 +176,14 @@ def make_sheet(
     seed: int,              # of samples and order
     max_new_tokens: int,    # of each text
     temperature: float,     # of the draws
-) -> tuple[str, dict]:      # page and key
+) -> tuple[str, dict]:      # page and key; empty where no checkpoint wrote a letter
     "Draw, cut and mix; errors as `sample_completions`."
     texts = []
     for _, run in opened:
         drawn = sample_completions(run, tasks, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
         texts.append([[program_of(task, text).removeprefix(task.prompt) for text in row] for task, row in zip(tasks, drawn)])
+    if opened and not any(text for side in texts for row in side for text in row):
+        return "", {}
     items, sources = mix_samples([task.prompt for task in tasks], texts, seed)
     cards = [checkpoint_card(path, run) for path, run in opened]
     drawn = dict(tasks_sha256=tasks_hash(tasks), seed=seed, temperature=temperature, max_new_tokens=max_new_tokens)
@@ -189,14 +203,20 @@ def sheet_command(
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="of the draws (default 0.8)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of prompts, samples and order (default 0)")
     options = parser.parse_args(args)
-    if options.limit < 1:
-        raise UserError(f"--limit is {options.limit}: give at least 1")
+    for name in ("limit", "max_new_tokens"):
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(options, name)}: give at least 1")
+    Sampling(options.temperature)
     out, tasks = Path(options.out), read_tasks(options.tasks)
     key_path = Path(options.key or f"{out.with_suffix('') if out.name else out}.key.json")
     if out.is_dir() or key_path.is_dir() or out.resolve() == key_path.resolve():
         raise UserError(f"--out {out}, --key {key_path}: name two different files, for the page and for its key")
+    if kept := [path for path in (out, key_path) if path.exists()]:
+        raise UserError(f"{kept[0]} exists already, and ratings can't be read without their own key: remove both files, or take another name")
     tasks = random.Random(options.seed).sample(tasks, min(options.limit, len(tasks)))
     page, key = make_sheet(open_checkpoints(options), tasks, seed=options.seed, max_new_tokens=options.max_new_tokens, temperature=options.temperature)
+    if not page:
+        raise UserError("no prompt and its answer fit into the models' windows: give fewer --max-new-tokens, or --tasks with shorter prompts")
     write_json(key_path, key | dict(tasks=Path(options.tasks).name))
     write_atomic(out, page)
     print(f"wrote {out} with {len(key['items'])} texts; the key is {key_path}")
@@ -233,7 +253,7 @@ def is_key(
     if not isinstance(key, dict) or [type(key.get(name)) for name in ("sheet", "sources", "items")] != [str, list, dict]:
         return False
     is_named = all(isinstance(source, dict) and isinstance(source.get("run"), str) and "step" in source for source in key["sources"])
-    return is_named and all(number.isdecimal() and type(at) is int and 0 <= at < len(key["sources"]) for number, at in key["items"].items())
+    return is_named and all(number.isdecimal() and len(number) < 10 and type(at) is int and 0 <= at < len(key["sources"]) for number, at in key["items"].items())
 
 def score_command(
     args: list[str],    # after `eval blind-score`

@@ -112,7 +112,7 @@ def read_tasks(
         tasks = [parse_task(row) for row in rows]
         if wrong := [name for task in tasks for name, value in asdict(task).items() if not isinstance(value, str)]:
             raise TypeError(f"{wrong[0]} is no text")
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{source} holds no tasks of a known form ({error!r}): give HumanEval's or MBPP's file, or lines with {', '.join(CodeTask.__dataclass_fields__)}") from None
     if not tasks:
         raise UserError(f"{source} holds no task")
@@ -360,6 +360,7 @@ def main(
         raise UserError(f"programs don't run here ({first.reason}): Python's own files may be out of reach for them")
     temperature = options.temperature if options.temperature is not None else 0.8 if options.samples > 1 else 0.0
     sampling, cards = dict(temperature=temperature, top_p=options.top_p, seed=options.seed), []
+    Sampling(temperature, top_p=options.top_p) # a wrong option is told before a model is loaded
     for path, run in open_checkpoints(options):
         cards.append(code_card(path, run, options.tasks, tasks, num_samples=options.samples, max_new_tokens=options.max_new_tokens, sampling=sampling,
                                limits=limits, ks=tuple(options.k), isolate=isolate))

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ABSENT', 'COLORS', 'PANELS', 'COMPARE_STYLE', 'Side', 'read_cards', 'read_side', 'flatten', 'differences', 'points',
            'draw_panel', 'summary_rows', 'card_rows', 'write_samples', 'side_label', 'table_html', 'texts_html',
-           'compare_page', 'compare_parser', 'main']
+           'compare_page', 'check_place', 'compare_parser', 'main']
 
 # %% ../nbs/07h_compare.ipynb #aebed48d
 import argparse
@@ -240,6 +240,13 @@ def compare_page(
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n<h1>{html.escape(title)}</h1>\n{body}\n</body></html>\n'
 
 # %% ../nbs/07h_compare.ipynb #dc0ca7da
+def check_place(
+    out: Path, # of the page
+) -> None:
+    "UserError where another kind of file would be lost."
+    if out.is_file() and b" side by side</title>" not in out.read_bytes()[:400]:
+        raise UserError(f"--out {out} exists already and is no page of this command: remove it, or take another name")
+
 def compare_parser() -> argparse.ArgumentParser:
     "Options of `python -m llm_from_scratch.eval compare`."
     parser = checkpoints_parser("compare", "A page with curves, cards, samples and configuration differences of several runs or checkpoints.")
@@ -254,6 +261,7 @@ def main(
 ) -> int:               # 0
     "Write the comparison page; UserError for a wrong option or run."
     options = compare_parser().parse_args(args[1:])
+    check_place(Path(options.out))
     sides = [read_side(path) for path in options.runs]
     names = [side.name for side in sides]
     if options.prompt:

@@ -416,7 +416,7 @@ def read_yaml(
     "The file's mapping; UserError naming file and place where it is none."
     try: values = yaml.load(Path(path).read_text(encoding="utf-8"), StrictLoader)
     except OSError as error: raise UserError(f"can't read configuration {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error: # PyYAML's own, of a value that it can't build
         raise UserError(f"configuration {path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict | None): raise UserError(f"configuration {path} holds a {type(values).__name__}, not sections")
     return values or {}

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['DIMENSIONS', 'ASSUMED', 'AWAIT_MS', 'IN_USE_SHARE', 'WORTH', 'best_and_last', 'core_share', 'copy_bandwidth',
            'counters', 'measure_machine', 'measure_steps', 'build_probe', 'Signal', 'lost', 'machine_signals',
-           'step_signals', 'record_signals', 'attribute', 'factors', 'slowdown_table', 'main']
+           'step_signals', 'read_record', 'record_signals', 'attribute', 'factors', 'slowdown_table', 'main']
 
 # %% ../nbs/08f_slowdown.ipynb #744960b3
 import importlib
@@ -30,6 +30,7 @@ from .checkpointing import read_run_config
 from .config import CommandParser
 from .dataloader import endless
 from .distributed_failures import silence
+from .efficiency import is_measured
 from .env import Ranks, UserError, environment_report, run_command
 from .launch import set_threads, with_own_tokenizer
 from .monitoring import read_metrics
@@ -40,7 +41,7 @@ def best_and_last(
     rows: list[dict], # of metrics.jsonl
 ) -> dict[str, Any]:  # best and last tokens a second, first step of the best stretch; empty for fewer than six rows
     "The run's best stretch and its last one."
-    rows = [row for row in rows if row.get("tokens_per_second")][1:] # the first steps warm up
+    rows = [row for row in rows if is_measured(row, "tokens_per_second") and row["tokens_per_second"] > 0][1:] # the first steps warm up
     width = max(3, len(rows) // 10)
     if len(rows) < 2 * width: return {}
     speeds = np.array([row["tokens_per_second"] for row in rows])
@@ -196,14 +197,27 @@ def step_signals(
     return found
 
 # %% ../nbs/08f_slowdown.ipynb #2319dc4d
+def read_record(
+    path: Path, # env.json or speed.json of a run
+) -> dict:      # of sections; empty where there is no such file
+    "What was kept of a better day; UserError where it is no such record."
+    kept = read_json(path) if path.exists() else {}
+    named = {"packages", "machine", "steps"} & set(kept if isinstance(kept, dict) else ["machine"])
+    shares = [(section, name) for section in ("machine", "steps") for name in ASSUMED[section] | {"copy_bytes_per_second": 0, "flops_per_token": 0, "foreign_device_bytes": 0}]
+    wrong = [section for section in named if not isinstance(kept, dict) or not isinstance(kept[section], dict)]
+    wrong += [f"{section}.{name}" for section, name in shares if not wrong and name in kept.get(section, {}) and not is_measured(kept[section], name)]
+    if wrong: raise UserError(f"{path} is no record of a run ({wrong[0]} is of another kind): remove it, or measure a good day anew with --keep")
+    return kept
+
+# %% ../nbs/08f_slowdown.ipynb #90ca4895
 def record_signals(
     run: Path, # its env.json and metrics are read
 ) -> list[Signal]:
     "What the run's own records say: versions that changed, and tokens a step."
-    kept = read_json(run / "env.json") if (run / "env.json").exists() else {}
-    packages, rows = environment_report()["packages"], read_metrics(run)
+    kept = read_record(run / "env.json").get("packages", {})
+    packages, rows = environment_report()["packages"], [row for row in read_metrics(run) if is_measured(row, "tokens")]
     found = [Signal("framework", 1.0, f"{name} {version} became {packages.get(name)}", "install the old version beside, and compare")
-             for name, version in kept.get("packages", {}).items() if packages.get(name) != version]
+             for name, version in kept.items() if packages.get(name) != version]
     sizes = np.array([(later["tokens"] - row["tokens"]) / (later["step"] - row["step"]) for row, later in zip(rows, rows[1:]) if later["step"] > row["step"]])
     if len(sizes) < 6: return found
     usual, last = np.median(sizes), np.median(sizes[-3:])
@@ -217,10 +231,9 @@ def attribute(
     probe=None,            # takes the run's steps; None: built from the run's configuration and data
 ) -> tuple[list[Signal], dict]: # the largest loss first, and the record of now
     "Measure all five dimensions, and rank what is worse than on a better day."
-    probe = probe or build_probe(run)
+    then, recorded, probe = read_record(run / "speed.json"), record_signals(run), probe or build_probe(run) # what is damaged is told before anything is measured
     now = {"machine": measure_machine(seconds, probe.device), "steps": measure_steps(probe, seconds)}
-    then = read_json(run / "speed.json") if (run / "speed.json").exists() else {}
-    found = machine_signals(now["machine"], then.get("machine", {})) + step_signals(now["steps"], then.get("steps", {})) + record_signals(run)
+    found = machine_signals(now["machine"], then.get("machine", {})) + step_signals(now["steps"], then.get("steps", {})) + recorded
     return sorted(found, key=lambda signal: -signal.factor), now
 
 # %% ../nbs/08f_slowdown.ipynb #020a397a
@@ -257,7 +270,7 @@ def main(
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
     run = Path(options.run)
-    if not options.seconds > 0: raise UserError(f"--seconds {options.seconds}: must be above 0")
+    if not 0 < options.seconds < 1e6: raise UserError(f"--seconds {options.seconds:g}: must be above 0, and below a million")
     signals, record = attribute(run, seconds=options.seconds)
     if options.keep: write_json(run / "speed.json", record)
     own = best_and_last(read_metrics(run))

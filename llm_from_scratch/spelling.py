@@ -66,7 +66,7 @@ def probe_spelling(
     for probe in probes:
         length = len(run.tokenizer.encode(probe.answer)) + 4
         written = complete(run.model, run.tokenizer, probe.prompt, max_new_tokens=length, temperature=0)[0][len(probe.prompt):]
-        for kind in (probe.kind, "all"):
+        for kind in dict.fromkeys((probe.kind, "all")):
             totals[kind] += 1
             hits[kind] += spells(written, probe.answer)
         if not spells(written, probe.answer):
