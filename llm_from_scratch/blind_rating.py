@@ -27,7 +27,7 @@ from rich.table import Table
 # %% ../nbs/07ga_blind_rating.ipynb #ddf88f9a
 from .artifacts import read_json, write_atomic, write_json
 from .checkpointing import Run
-from .code_eval import CodeTask, checkpoints_parser, open_checkpoints, program_of, read_tasks, sample_completions, tasks_hash
+from .code_eval import CodeTask, checkpoints_parser, has_room, open_checkpoints, program_of, read_tasks, sample_completions, tasks_hash
 from .config import CommandParser
 from .env import UserError
 from .eval import read_text
@@ -176,14 +176,14 @@ def make_sheet(
     seed: int,              # of samples and order
     max_new_tokens: int,    # of each text
     temperature: float,     # of the draws
-) -> tuple[str, dict]:      # page and key; empty where no checkpoint wrote a letter
-    "Draw, cut and mix; errors as `sample_completions`."
+) -> tuple[str, dict]:      # page and key
+    "Draw, cut and mix; errors as `sample_completions`, and UserError where no prompt has room for an answer."
+    if opened and not any(has_room(run, task.prompt, max_new_tokens) for _, run in opened for task in tasks):
+        raise UserError("no prompt and its answer fit into the models' windows: give fewer --max-new-tokens, or --tasks with shorter prompts")
     texts = []
     for _, run in opened:
         drawn = sample_completions(run, tasks, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
         texts.append([[program_of(task, text).removeprefix(task.prompt) for text in row] for task, row in zip(tasks, drawn)])
-    if opened and not any(text for side in texts for row in side for text in row):
-        return "", {}
     items, sources = mix_samples([task.prompt for task in tasks], texts, seed)
     cards = [checkpoint_card(path, run) for path, run in opened]
     drawn = dict(tasks_sha256=tasks_hash(tasks), seed=seed, temperature=temperature, max_new_tokens=max_new_tokens)
@@ -215,8 +215,6 @@ def sheet_command(
         raise UserError(f"{kept[0]} exists already, and ratings can't be read without their own key: remove both files, or take another name")
     tasks = random.Random(options.seed).sample(tasks, min(options.limit, len(tasks)))
     page, key = make_sheet(open_checkpoints(options), tasks, seed=options.seed, max_new_tokens=options.max_new_tokens, temperature=options.temperature)
-    if not page:
-        raise UserError("no prompt and its answer fit into the models' windows: give fewer --max-new-tokens, or --tasks with shorter prompts")
     write_json(key_path, key | dict(tasks=Path(options.tasks).name))
     write_atomic(out, page)
     print(f"wrote {out} with {len(key['items'])} texts; the key is {key_path}")

@@ -105,7 +105,7 @@ def run_command(
     except BrokenPipeError: code = 141
     except OSError as error:
         if error.filename is None and error.errno not in DISK_ERRORS: raise
-        named = error.filename2 or error.filename or "standard output, or a file"
+        named = error.filename2 or error.filename or "a file"
         print(f"error: {' '.join(str(named).split())}: {error.strerror}; check the path, its rights and the space left", file=sys.stderr)
         code = 2
     finally: llm_from_scratch._end[:] = [] if code is None else [code]

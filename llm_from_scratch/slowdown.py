@@ -231,7 +231,7 @@ def attribute(
     probe=None,            # takes the run's steps; None: built from the run's configuration and data
 ) -> tuple[list[Signal], dict]: # the largest loss first, and the record of now
     "Measure all five dimensions, and rank what is worse than on a better day."
-    then, recorded, probe = read_record(run / "speed.json"), record_signals(run), probe or build_probe(run) # what is damaged is told before anything is measured
+    probe, then, recorded = probe or build_probe(run), read_record(run / "speed.json"), record_signals(run) # what is damaged is told before anything is measured
     now = {"machine": measure_machine(seconds, probe.device), "steps": measure_steps(probe, seconds)}
     found = machine_signals(now["machine"], then.get("machine", {})) + step_signals(now["steps"], then.get("steps", {})) + recorded
     return sorted(found, key=lambda signal: -signal.factor), now

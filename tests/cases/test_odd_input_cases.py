@@ -40,11 +40,11 @@ def ended(capsys, main):
     return end.value.code, capsys.readouterr().err
 
 
-def test_a_full_output_is_named(monkeypatch, capsys):
+def test_a_full_output_is_one_line(monkeypatch, capsys):
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         code, err = ended(capsys, lambda arguments: print("a line"))
-    assert (code, err) == (2, "error: standard output, or a file: No space left on device; check the path, its rights and the space left\n")
+    assert (code, err) == (2, "error: a file: No space left on device; check the path, its rights and the space left\n")
 
 
 def test_the_file_that_was_asked_for_is_named_not_its_draft(capsys, tmp_path):
@@ -248,9 +248,9 @@ def test_a_sheet_s_wrong_option_is_told_before_a_run_is_looked_for(tmp_path, opt
         sheet_command(["nowhere", "--out", str(tmp_path / "sheet.html"), *options])
 
 
-def test_a_sheet_without_a_letter_is_not_written(tmp_path, monkeypatch):
+def test_a_sheet_without_room_for_a_letter_is_not_written(tmp_path, monkeypatch):
     monkeypatch.setattr(blind_rating, "open_checkpoints", lambda options: [("a", None)])
-    monkeypatch.setattr(blind_rating, "sample_completions", lambda run, tasks, **options: [[""] for _ in tasks])
+    monkeypatch.setattr(blind_rating, "has_room", lambda run, prompt, max_new_tokens: False)
     with pytest.raises(UserError, match="no prompt and its answer fit"):
         sheet_command(["a", "--out", str(tmp_path / "sheet.html")])
     assert not list(tmp_path.iterdir())
