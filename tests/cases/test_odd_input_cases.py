@@ -22,7 +22,7 @@ from llm_from_scratch.device_monitor import DeviceMonitor
 from llm_from_scratch.efficiency import efficiency_figures
 from llm_from_scratch.env import UserError, check_disk, hash_json, run_command
 from llm_from_scratch.eval import read_text
-from llm_from_scratch.evaluation_cards import CARD_KINDS, read_card
+from llm_from_scratch.evaluation_cards import TEXT_KINDS, read_card
 from llm_from_scratch.job_checks import CURES, check_options
 from llm_from_scratch.live_page import RunView
 from llm_from_scratch.monitoring import cut_back, parse_row, read_metrics, read_report, readable, series, summarize, undrawn
@@ -286,7 +286,7 @@ def test_articles_never_lie_over_a_file(tmp_path):
     assert wikitext_main([str(tmp_path / "wiki"), str(tmp_path / "new.jsonl")]) == 0
 
 
-CARD = dict.fromkeys([name for name, kind in CARD_KINDS.items() if kind is str], "x") | dict(card_version=1, window=32, stride=16, bos=True, deterministic=True, nll_sum=5.0)
+CARD = dict.fromkeys([name for name, kind in TEXT_KINDS.items() if kind is str], "x") | dict(card_version=1, window=32, stride=16, bos=True, deterministic=True, nll_sum=5.0)
 
 
 @pytest.mark.parametrize("change", [dict(window=0), dict(stride=-1), dict(nll_sum=HUGE), dict(nll_sum=True), dict(num_tokens=[1])], ids=str)
