@@ -376,7 +376,7 @@ def read_card(
     if not evaluation: values = named_values(facts, FIGURES + COUNTS)
     elif isinstance(names, list) and names and all(isinstance(name, str) and name in facts for name in names): values = named_values(facts, names)
     else: values = {"figures": "unknown"}
-    missing += [name for name, value in values.items() if not isinstance(value, (int, float, type(None)))]
+    missing += [name for name, value in values.items() if type(value) not in (int, float, type(None))]
     if not evaluation and not missing: missing = [name for name in ("window", "stride") if facts[name] < 1] + [name for name in FIGURES if abs(facts.get(name) or 0) > 1e300 and facts[name] != float("inf")]
     if missing: raise UserError(f"{path} is not {f'a card of {evaluation}' if evaluation else 'the card of a text'}: it has no {', '.join(missing)} of the right kind")
     try: card_hash(card)
