@@ -8,7 +8,7 @@ __all__ = ['TAKEN', 'DIMENSIONS', 'WORTH', 'CHANGED', 'ASSUMED', 'WORSE', 'perce
            'copy_bandwidth', 'counters', 'measure_machine', 'measure_steps', 'build_probe', 'Signal', 'lost',
            'versions', 'sides', 'compared', 'limited', 'changed', 'hardware_signals', 'driver_signals',
            'framework_signals', 'data_signals', 'algorithm_signals', 'ranking', 'attribute', 'factors',
-           'slowdown_table', 'main']
+           'slowdown_table', 'own_text', 'main']
 
 # %% ../nbs/08f_slowdown.ipynb #744960b3
 import importlib
@@ -205,8 +205,7 @@ def sides(
     measured: dict, # "machine" and "steps" of now
 ) -> tuple[dict, dict]: # today, name -> value; before, name -> value and where it is from
     "Today and before: the best stretch goes before the record, and that before the assumption."
-    own = best_and_last(read_metrics(run))
-    record, kept = (read_json(run / name) if (run / name).exists() else {} for name in ("speed.json", "env.json"))
+    own, record, kept = best_and_last(read_metrics(run)), *(read_json(run / name) if (run / name).exists() else {} for name in ("speed.json", "env.json"))
     now, last = measured["machine"] | measured["steps"] | versions(environment_report()), own.get("last", {})
     now |= last | {name: worse(now[name], last[name]) for name, worse in WORSE.items() if name in now and name in last}
     sources = {"assumed": ASSUMED, "record": record.get("machine", {}) | record.get("steps", {}), "env.json": versions(kept), "best stretch": own.get("best", {})}
@@ -332,7 +331,7 @@ def ranking(
     then: dict, # of `sides`
 ) -> list[Signal]: # the largest loss first
     "Judge all five dimensions."
-    judges = (hardware_signals, driver_signals, framework_signals, data_signals, algorithm_signals)
+    judges = (hardware_signals, framework_signals, data_signals, algorithm_signals, driver_signals)
     return sorted((signal for judge in judges for signal in judge(now, then)), key=lambda signal: -(signal.factor or 0))
 
 def attribute(
@@ -368,12 +367,23 @@ def slowdown_table(
         seen.add(signal.dimension)
     return table
 
+# %% ../nbs/08f_slowdown.ipynb #1808b110
+def own_text(
+    own: dict,   # of `best_and_last`, not empty
+    now: float,  # tokens a second, measured
+) -> str:        # two lines
+    "How the run's last stretch compares with its best."
+    best, last = own["best"], own["last"]
+    lines = [f"tokens a second   {best['tokens_per_second']:,.0f} at best (from step {own['from_step']}), {last['tokens_per_second']:,.0f} at the end, {now:,.0f} in this process now"]
+    if {"work_seconds"} <= set(best) & set(last): lines.append(f"work of a step    {best['work_seconds']:.3g} s at best, {last['work_seconds']:.3g} s at the end, waits left out")
+    return "\n".join(lines)
+
 # %% ../nbs/08f_slowdown.ipynb #58a8259f
 def main(
     arguments: list[str], # without the program's name
 ) -> int:                 # 0, or 1 where something costs a tenth or more
     "Say why a run is slower than it was, from the command line."
-    parser = CommandParser(prog="python -m llm_from_scratch.troubleshooting slowdown", description="Why a run is slower than it was: hardware, driver, framework, data or algorithm, ranked.")
+    parser = CommandParser(prog="python -m llm_from_scratch.troubleshooting slowdown", description="Why a run is slower than in its best stretch: hardware, driver, framework, data or algorithm, ranked.")
     parser.add_argument("run", metavar="RUN", help="the run's folder")
     parser.add_argument("--seconds", type=float, default=10.0, help="for the machine and for the run's steps, each (default 10)")
     parser.add_argument("--keep", action="store_true", help="keep what is measured as the record of a good day (speed.json in the run's folder), for what a run's metrics do not hold")
@@ -387,7 +397,7 @@ def main(
     if options.json: print(json.dumps({"own": own, "signals": [asdict(signal) for signal in signals], "record": record}, indent=2))
     else:
         console = Console(force_jupyter=False, soft_wrap=not sys.stdout.isatty(), highlight=False)
-        if own: console.print(f"own record   {own['best']['tokens_per_second']:,.0f} tokens/s at best (from step {own['from_step']}), {own['last']['tokens_per_second']:,.0f} at the end, {record['steps']['tokens_per_second']:,.0f} in this process now")
+        if own: console.print(own_text(own, record["steps"]["tokens_per_second"]))
         console.print(slowdown_table(signals))
     return int(not options.keep and (signals[0].factor or 0) >= WORTH)
 
