@@ -61,7 +61,8 @@ def stretch_figures(
     "What a stretch of rows says of the five dimensions."
     figures = [row_figures(row) for row in rows]
     medians = {name: float(np.median([found[name] for found in figures if name in found])) for name in sorted(set().union(*figures))}
-    return medians | {"gpu_throttle": sorted({word for row in rows for word in row.get("gpu_throttle", "").split(", ")} - {"", "idle"})}
+    reasons = [row["gpu_throttle"] for row in rows if "gpu_throttle" in row]
+    return medians | ({"gpu_throttle": sorted(set(", ".join(reasons).split(", ")) - {"", "idle"})} if reasons else {})
 
 def best_and_last(
     rows: list[dict], # of metrics.jsonl
@@ -79,9 +80,9 @@ def core_share(
     seconds: float, # to be busy
 ) -> float:         # 1 where the core is ours alone
     "CPU time that a busy loop gets, over the time that passes."
-    begun, used = time.perf_counter(), time.process_time()
+    begun, used = time.perf_counter(), time.thread_time()
     while time.perf_counter() - begun < seconds: sum(range(1000))
-    return (time.process_time() - used) / (time.perf_counter() - begun)
+    return (time.thread_time() - used) / (time.perf_counter() - begun)
 
 # %% ../nbs/08f_slowdown.ipynb #9f73f656
 def copy_bandwidth(
