@@ -358,13 +358,13 @@ def factors(
 def slowdown_table(
     signals: list[Signal], # of `ranking`
 ) -> Table:
-    "What costs something or changed, and at least one line of each dimension."
+    "What costs something, changed or can't be compared, and at least one line of each dimension."
     table = Table("dimension", "measured now", "best stretch, record or limit", "factor", "look at", title="slower by", title_justify="left")
     seen: set[str] = set()
     for signal in signals:
         is_told = signal.is_weight or (signal.factor or 0) >= WORTH
         factor = "-" if signal.factor is None else f"({signal.factor:.2f})" if signal.is_weight else f"{signal.factor:.2f}"
-        if is_told or signal.dimension not in seen: table.add_row(signal.dimension, signal.now, signal.then, factor, signal.look if is_told else "")
+        if is_told or signal.factor is None or signal.dimension not in seen: table.add_row(signal.dimension, signal.now, signal.then, factor, signal.look if is_told else "")
         seen.add(signal.dimension)
     return table
 
