@@ -55,6 +55,7 @@ def write_atomic(
 ) -> Path:             # the final name
     "Write a file so that a reader sees the old content or the new one, never a part; OSError on a full disk."
     path = Path(path)
+    if path.exists() and not path.is_file() and not path.is_dir(): raise FileExistsError(errno.EEXIST, "is a device or a pipe, not a file", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary_sibling(path)
     try:
@@ -89,6 +90,7 @@ def read_json(
         where = f"line {error.lineno}, column {error.colno}"
         raise UserError(f"{path}: damaged JSON at {where} ({error.msg}); restore the file or make it anew") from None
     except UnicodeDecodeError: raise UserError(f"{path}: damaged JSON, not UTF-8; restore the file or make it anew") from None
+    except ValueError as error: raise UserError(f"{path}: can't be read ({str(error).partition(';')[0]}); restore the file or make it anew") from None
 
 # %% ../nbs/00b_artifacts.ipynb #f9e7582d
 AT_FDCWD, RENAME_EXCHANGE = -100, 2 # of Linux's renameat2
@@ -186,7 +188,9 @@ def write_manifest(
 def _refuse_edited(manifest: Any, path: Path):
     if not isinstance(manifest, dict) or not {"hash", "format_version", "kind", "files", "inputs"} <= manifest.keys():
         raise UserError(f"{path}: not a manifest of ours; make the folder anew")
-    if manifest["hash"] != hash_json({key: value for key, value in manifest.items() if key != "hash"}):
+    try: found = hash_json({key: value for key, value in manifest.items() if key != "hash"})
+    except ValueError: found = None # NaN, which no manifest of ours holds
+    if manifest["hash"] != found or [type(manifest[name]) for name in ("format_version", "files", "inputs")] != [int, dict, dict]:
         raise UserError(f"{path}: its hash does not fit its content; it was edited or damaged, make the folder anew")
 
 # %% ../nbs/00b_artifacts.ipynb #fab46e74

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['QUESTION', 'Item', 'mix_samples', 'sheet_id', 'item_html', 'sheet_page', 'Ratings', 'parse_ratings', 'agreement',
-           'interval', 'score_sheet', 'make_sheet', 'sheet_command', 'score_table', 'is_key', 'score_command', 'main']
+           'interval', 'score_sheet', 'make_sheet', 'sheet_command', 'score_table', 'rating_card', 'is_key',
+           'score_command', 'main']
 
 # %% ../nbs/07ga_blind_rating.ipynb #264859eb
 import argparse
@@ -26,10 +27,12 @@ from rich.table import Table
 # %% ../nbs/07ga_blind_rating.ipynb #ddf88f9a
 from .artifacts import read_json, write_atomic, write_json
 from .checkpointing import Run
-from .code_eval import CodeTask, checkpoint_card, checkpoints_parser, open_checkpoints, program_of, read_tasks, sample_completions
+from .code_eval import CodeTask, checkpoints_parser, has_room, open_checkpoints, program_of, read_tasks, sample_completions, tasks_hash
 from .config import CommandParser
 from .env import UserError
 from .eval import read_text
+from .evaluation_cards import card_line, checkpoint_card, finish_card
+from .generate import Sampling
 
 # %% ../nbs/07ga_blind_rating.ipynb #fe645683
 @dataclass(frozen=True)
@@ -88,6 +91,11 @@ class Ratings:
     scores: dict[int, int]  # number of a text -> 0 to 5
 
 # %% ../nbs/07ga_blind_rating.ipynb #3668e8a4
+def _named_once(pairs: list) -> dict: # of a JSON object
+    if twice := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
+        raise ValueError(f"{twice[0]} stands twice")
+    return dict(pairs)
+
 def parse_ratings(
     text: str,      # of a file that the page exported
     where: str,     # the file, for messages
@@ -95,19 +103,25 @@ def parse_ratings(
     "Read an export, JSON or CSV; UserError where it is neither, or a score is none."
     try:
         if text.lstrip().startswith("{"):
-            found = json.loads(text)
+            found = json.loads(text, object_pairs_hook=_named_once)
             rater, sheet, pairs = found["rater"], found["sheet"], list(found["ratings"].items())
         else:
-            rows = list(csv.DictReader(io.StringIO(text)))
+            header = text.split("\n", 1)[0]
+            rows = list(csv.DictReader(io.StringIO(text), delimiter=max(",;\t", key=header.count))) # some spreadsheets write semicolons
             (rater,), (sheet,) = {row["rater"] for row in rows}, {row["sheet"] for row in rows}
             pairs = [(row["number"], row["score"]) for row in rows]
         given = {int(number): score for number, score in pairs}
+        twice = [number for number, count in Counter(int(number) for number, _ in pairs).items() if count > 1]
         scores = {number: int(float(score)) for number, score in given.items() if float(score) in range(6)}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, csv.Error) as error:
-        raise UserError(f"{where} is not an export of a rating sheet ({error!r})") from None
+        raise UserError(f"{where} is not an export of a rating sheet ({str(error)[:80]!r}): give the file that a button of the page saved") from None
+    if twice:
+        raise UserError(f"{where} scores text {twice[0]} more than once: keep the line that is meant")
     if wrong := [(number, score) for number, score in given.items() if number not in scores]:
         raise UserError(f"{where} gives text {wrong[0][0]} the score {wrong[0][1]}: scores are whole numbers from 0 to 5")
-    return Ratings(str(rater), str(sheet), scores)
+    if not isinstance(rater, str):
+        raise UserError(f"{where} names no rater ({str(rater)[:40]!r}): write the name into it")
+    return Ratings(rater.strip(), str(sheet), scores)
 
 # %% ../nbs/07ga_blind_rating.ipynb #5a359983
 def agreement(
@@ -163,14 +177,17 @@ def make_sheet(
     max_new_tokens: int,    # of each text
     temperature: float,     # of the draws
 ) -> tuple[str, dict]:      # page and key
-    "Draw, cut and mix; errors as `sample_completions`."
+    "Draw, cut and mix; errors as `sample_completions`, and UserError where no prompt has room for an answer."
+    if opened and not any(has_room(run, task.prompt, max_new_tokens) for _, run in opened for task in tasks):
+        raise UserError("no prompt and its answer fit into the models' windows: give fewer --max-new-tokens, or --tasks with shorter prompts")
     texts = []
     for _, run in opened:
         drawn = sample_completions(run, tasks, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
         texts.append([[program_of(task, text).removeprefix(task.prompt) for text in row] for task, row in zip(tasks, drawn)])
     items, sources = mix_samples([task.prompt for task in tasks], texts, seed)
     cards = [checkpoint_card(path, run) for path, run in opened]
-    return sheet_page(items), dict(sheet=sheet_id(items), seed=seed, sources=cards, items={str(item.number): source for item, source in zip(items, sources)})
+    drawn = dict(tasks_sha256=tasks_hash(tasks), seed=seed, temperature=temperature, max_new_tokens=max_new_tokens)
+    return sheet_page(items), dict(sheet=sheet_id(items), **drawn, sources=cards, items={str(item.number): source for item, source in zip(items, sources)})
 
 # %% ../nbs/07ga_blind_rating.ipynb #3edf31ab
 def sheet_command(
@@ -186,15 +203,19 @@ def sheet_command(
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="of the draws (default 0.8)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of prompts, samples and order (default 0)")
     options = parser.parse_args(args)
-    if options.limit < 1:
-        raise UserError(f"--limit is {options.limit}: give at least 1")
+    for name in ("limit", "max_new_tokens"):
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(options, name)}: give at least 1")
+    Sampling(options.temperature)
     out, tasks = Path(options.out), read_tasks(options.tasks)
     key_path = Path(options.key or f"{out.with_suffix('') if out.name else out}.key.json")
     if out.is_dir() or key_path.is_dir() or out.resolve() == key_path.resolve():
         raise UserError(f"--out {out}, --key {key_path}: name two different files, for the page and for its key")
+    if kept := [path for path in (out, key_path) if path.exists()]:
+        raise UserError(f"{kept[0]} exists already, and ratings can't be read without their own key: remove both files, or take another name")
     tasks = random.Random(options.seed).sample(tasks, min(options.limit, len(tasks)))
     page, key = make_sheet(open_checkpoints(options), tasks, seed=options.seed, max_new_tokens=options.max_new_tokens, temperature=options.temperature)
-    write_json(key_path, key)
+    write_json(key_path, key | dict(tasks=Path(options.tasks).name))
     write_atomic(out, page)
     print(f"wrote {out} with {len(key['items'])} texts; the key is {key_path}")
     return 0
@@ -211,6 +232,17 @@ def score_table(
     table.caption = "agreement unknown: too few texts rated twice, or all alike" if alpha is None else f"Krippendorff's alpha {alpha:.2f}: 1 agreement, 0 chance"
     return table
 
+# %% ../nbs/07ga_blind_rating.ipynb #426efc97
+def rating_card(
+    found: dict,    # of `score_sheet`
+    row: dict,      # of its checkpoints
+    key: dict,      # that `blind-sheet` wrote
+) -> dict:          # finished
+    "The card of a checkpoint's ratings; what an older key does not say is left out."
+    drawn = {name: key[name] for name in ("tasks", "tasks_sha256", "sheet", "temperature", "max_new_tokens", "seed") if name in key}
+    rated = {name: found[name] for name in ("agreement", "num_raters", "num_ratings")}
+    return finish_card(row | drawn | rated, "blind-score", figures=["score", "agreement"], protocol=[*drawn, "num_texts", "num_raters"])
+
 # %% ../nbs/07ga_blind_rating.ipynb #e883862a
 def is_key(
     key: object,    # read from a file
@@ -219,7 +251,7 @@ def is_key(
     if not isinstance(key, dict) or [type(key.get(name)) for name in ("sheet", "sources", "items")] != [str, list, dict]:
         return False
     is_named = all(isinstance(source, dict) and isinstance(source.get("run"), str) and "step" in source for source in key["sources"])
-    return is_named and all(number.isdecimal() and type(at) is int and 0 <= at < len(key["sources"]) for number, at in key["items"].items())
+    return is_named and all(number.isdecimal() and len(number) < 10 and type(at) is int and 0 <= at < len(key["sources"]) for number, at in key["items"].items())
 
 def score_command(
     args: list[str],    # after `eval blind-score`
@@ -235,7 +267,12 @@ def score_command(
     if not is_key(key):
         raise UserError(f"{options.key} is no key of a rating sheet: give the file that blind-sheet wrote beside the page")
     found = score_sheet(raters, key)
-    print(json.dumps(found, indent=2)) if options.json else Console(force_jupyter=False, markup=False).print(score_table(found))
+    cards = [rating_card(found, row, key) for row in found["checkpoints"]]
+    if options.json:
+        print(json.dumps(found | dict(checkpoints=cards), indent=2))
+    else:
+        Console(force_jupyter=False, markup=False).print(score_table(found))
+        print("\n".join(map(card_line, cards)))
     return 0
 
 def main(

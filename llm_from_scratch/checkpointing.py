@@ -312,7 +312,8 @@ def _read_entry(path: Path, name: str, entry: dict):
     plain = read_json(place / "rng.json") if name == "rng" else entry["value"]
     index = place / f"{name}.safetensors.index.json"
     files = [f"{name}.safetensors"] if not index.exists() else sorted(set(read_json(index)["weight_map"].values()))
-    tensors = {key: tensor for file in files * entry["has_tensors"] for key, tensor in load_file(place / file, device="cpu").items()}
+    try: tensors = {key: tensor for file in files * entry["has_tensors"] for key, tensor in load_file(place / file, device="cpu").items()}
+    except SafetensorError as error: raise UserError(f"can't read the tensors of {str(place)!r}: {error}") from None # as where a folder's name is not UTF-8
     return unpack_tree(plain, {key: tensor.clone() for key, tensor in tensors.items()})
 
 # %% ../nbs/06_checkpointing.ipynb #bd27b27e

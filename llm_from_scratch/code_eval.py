@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['STOP_LINE', 'bleu', 'repetition_rate', 'CodeTask', 'parse_task', 'read_tasks', 'program_of', 'pass_at_k',
-           'check_completions', 'reason_kind', 'score_completions', 'has_room', 'sample_completions', 'evaluate_code',
-           'checkpoints_parser', 'checkpoint_card', 'code_parser', 'open_checkpoints', 'code_table', 'main']
+           'check_completions', 'reason_kind', 'score_completions', 'has_room', 'sample_completions', 'tasks_hash',
+           'evaluate_code', 'code_card', 'remake_card', 'checkpoints_parser', 'code_parser', 'open_checkpoints',
+           'tell_cards', 'code_table', 'main']
 
 # %% ../nbs/07g_code_eval.ipynb #14910dd6
 import argparse
@@ -13,12 +14,12 @@ import gzip
 import hashlib
 import json
 import math
+import platform
 import random
 import re
 import zlib
 from collections import Counter
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from importlib import resources
 from pathlib import Path
 
@@ -27,12 +28,12 @@ from rich.console import Console
 from rich.table import Table
 
 # %% ../nbs/07g_code_eval.ipynb #69b772f8
-from .artifacts import read_manifest
 from .checkpointing import Run, load_run
 from .config import CommandParser
 from .env import UserError, choose_device, read_ranks
 from .eval import complete_function, read_text, syntax_rate
-from .generate import complete, generate, heal_prompt
+from .evaluation_cards import card_line, checkpoint_card, finish_card, same_input, write_card
+from .generate import Sampling, complete, generate, heal_prompt
 from .sandbox import Limits, Outcome, run_many
 
 # %% ../nbs/07g_code_eval.ipynb #6b7143b9
@@ -111,7 +112,7 @@ def read_tasks(
         tasks = [parse_task(row) for row in rows]
         if wrong := [name for task in tasks for name, value in asdict(task).items() if not isinstance(value, str)]:
             raise TypeError(f"{wrong[0]} is no text")
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{source} holds no tasks of a known form ({error!r}): give HumanEval's or MBPP's file, or lines with {', '.join(CodeTask.__dataclass_fields__)}") from None
     if not tasks:
         raise UserError(f"{source} holds no task")
@@ -217,6 +218,12 @@ def sample_completions(
     return rows
 
 # %% ../nbs/07g_code_eval.ipynb #8facf480
+def tasks_hash(
+    tasks: list[CodeTask],  # in their order
+) -> str:                   # sha256
+    "What tells two sets of tasks apart."
+    return hashlib.sha256(json.dumps([asdict(task) for task in tasks], sort_keys=True).encode()).hexdigest()
+
 def evaluate_code(
     run: Run,                   # of `load_run`
     tasks: list[CodeTask],  # in the order of the results
@@ -228,13 +235,43 @@ def evaluate_code(
     **scoring,                  # of `score_completions`
 ) -> dict:                      # plain JSON: figures and protocol
     "Sample, run and score a set of tasks; errors as the parts."
-    sampling = dict(temperature=0.0) | (sampling or {})
+    sampling = dict(temperature=0.0, seed=0) | (sampling or {})
     completions = sample_completions(run, tasks, num_samples=num_samples, max_new_tokens=max_new_tokens, **sampling)
-    content = json.dumps([asdict(task) for task in tasks], sort_keys=True)
     return score_completions(tasks, completions, limits=limits, **scoring) | dict(
         too_long=sum(not has_room(run, task.prompt, max_new_tokens) for task in tasks), max_new_tokens=max_new_tokens, sampling=sampling,
-        limits=asdict(limits), isolated=scoring.get("isolate", True), tasks_sha256=hashlib.sha256(content.encode()).hexdigest(),
-        tokenizer_fingerprint=run.tokenizer.fingerprint, date=datetime.now(timezone.utc).isoformat(timespec="seconds"))
+        limits=asdict(limits), isolated=scoring.get("isolate", True), tasks_sha256=tasks_hash(tasks))
+
+# %% ../nbs/07g_code_eval.ipynb #eae73cce
+def code_card(
+    path: str,              # of the run, as given
+    run: Run,               # of `load_run`
+    source: str,            # of `read_tasks`
+    tasks: list[CodeTask],  # of it
+    **options,              # of `evaluate_code`
+) -> dict:                  # finished
+    "The card of a checkpoint's code; errors as `evaluate_code`."
+    found = evaluate_code(run, tasks, **options)
+    figures = [name for name in found if name.startswith("pass@")] + ["syntax_rate", "bleu", "repetition_rate"]
+    protocol = ["tasks", "tasks_sha256", "num_tasks", "num_samples", "too_long", "max_new_tokens", "sampling", "limits", "isolated", "bleu_signature", "reference_repetition_rate", "python"]
+    return finish_card(checkpoint_card(path, run) | dict(tasks=Path(source).name, source=str(source), python=platform.python_version()) | found, "code", figures=figures, protocol=protocol)
+
+# %% ../nbs/07g_code_eval.ipynb #87588967
+def remake_card(
+    card: dict,         # of `code_card`, read from a file
+    run: Run,           # its checkpoint
+    source: str | None = None,  # where the tasks lie here; None: where the card says
+) -> dict:              # another card
+    "Sample and score anew, always isolated; UserError for other tasks, or a card that does not say how it was made."
+    try:
+        limits, sampling, ks = Limits(**card["limits"]), dict(card["sampling"]), tuple(int(name[5:]) for name in card["figures"] if name.startswith("pass@"))
+        Sampling(**sampling)
+        num_tasks, num_samples, max_new_tokens = (int(card[name]) for name in ("num_tasks", "num_samples", "max_new_tokens"))
+        source, stated = str(source or card["source"]), str(card["tasks_sha256"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"the card of code says how nothing was sampled ({error!r}): make it anew") from None
+    tasks = read_tasks(source)[:num_tasks]
+    same_input(f"the tasks {source}", stated, tasks_hash(tasks))
+    return code_card(card["run"], run, source, tasks, num_samples=num_samples, max_new_tokens=max_new_tokens, sampling=sampling, limits=limits, ks=ks)
 
 # %% ../nbs/07g_code_eval.ipynb #5e28e6c2
 def checkpoints_parser(
@@ -246,14 +283,6 @@ def checkpoints_parser(
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a training run (its newest good checkpoint), or one checkpoint in it")
     parser.add_argument("--device", default="auto", metavar="KIND", help="auto, cpu or cuda (default auto)")
     return parser
-
-# %% ../nbs/07g_code_eval.ipynb #25f0b8e3
-def checkpoint_card(
-    path: str,      # as given
-    run: Run,       # of `load_run`
-) -> dict:          # run, checkpoint, step, checkpoint_hash
-    "What a figure was measured on."
-    return dict(run=str(path), checkpoint=Path(run.path).name, step=run.step, checkpoint_hash=read_manifest(run.path)["hash"])
 
 # %% ../nbs/07g_code_eval.ipynb #5ac44563
 def code_parser() -> argparse.ArgumentParser:
@@ -270,6 +299,7 @@ def code_parser() -> argparse.ArgumentParser:
     parser.add_argument("--cpu-seconds", type=int, default=5, metavar="N", help="of each program (default 5)")
     parser.add_argument("--no-isolation", action="store_true", help="run programs with limits alone: the network and your files are in their reach")
     parser.add_argument("--json", action="store_true", help="print the cards as JSON")
+    parser.add_argument("--out", default=None, metavar="DIR", help="folder for the cards (default RUN/cards)")
     return parser
 
 # %% ../nbs/07g_code_eval.ipynb #4f19f3e9
@@ -285,6 +315,19 @@ def open_checkpoints(
         run.model.to(device)
         opened.append((path, run))
     return opened
+
+# %% ../nbs/07g_code_eval.ipynb #5fbd1886
+def tell_cards(
+    cards: list[dict],              # finished, one a checkpoint
+    options: argparse.Namespace,    # with `json` and `out`
+    name: str,                      # of the files, before the checkpoint's
+    inputs: list[str],              # names of what tells two cards of one name apart
+) -> None:
+    "Print the cards, as JSON or a line each, and write them into --out or their run's cards/."
+    print(json.dumps(cards, indent=2) if options.json else "\n".join(map(card_line, cards)))
+    for card in cards:
+        run_dir = re.sub(r"/checkpoints/step_\d+/?$", "", str(Path(card["run"]).absolute()))
+        write_card(card, Path(options.out or Path(run_dir, "cards")), f"{name}-{card['checkpoint']}", inputs)
 
 # %% ../nbs/07g_code_eval.ipynb #5385eff7
 def code_table(
@@ -317,9 +360,11 @@ def main(
         raise UserError(f"programs don't run here ({first.reason}): Python's own files may be out of reach for them")
     temperature = options.temperature if options.temperature is not None else 0.8 if options.samples > 1 else 0.0
     sampling, cards = dict(temperature=temperature, top_p=options.top_p, seed=options.seed), []
+    Sampling(temperature, top_p=options.top_p) # a wrong option is told before a model is loaded
     for path, run in open_checkpoints(options):
-        card = evaluate_code(run, tasks, num_samples=options.samples, max_new_tokens=options.max_new_tokens, sampling=sampling,
-                             limits=limits, ks=tuple(options.k), isolate=isolate)
-        cards.append(checkpoint_card(path, run) | dict(tasks=Path(options.tasks).name) | card)
-    print(json.dumps(cards, indent=2)) if options.json else Console(markup=False).print(code_table(cards))
+        cards.append(code_card(path, run, options.tasks, tasks, num_samples=options.samples, max_new_tokens=options.max_new_tokens, sampling=sampling,
+                               limits=limits, ks=tuple(options.k), isolate=isolate))
+    if not options.json:
+        Console(markup=False).print(code_table(cards))
+    tell_cards(cards, options, f"code-{Path(options.tasks).name.split('.')[0]}-{len(tasks)}x{options.samples}", ["tasks_sha256", "sampling", "max_new_tokens", "limits"])
     return 0

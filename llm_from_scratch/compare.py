@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ABSENT', 'COLORS', 'PANELS', 'COMPARE_STYLE', 'Side', 'read_cards', 'read_side', 'flatten', 'differences', 'points',
            'draw_panel', 'summary_rows', 'card_rows', 'write_samples', 'side_label', 'table_html', 'texts_html',
-           'compare_page', 'compare_parser', 'main']
+           'compare_page', 'check_place', 'compare_parser', 'main']
 
 # %% ../nbs/07h_compare.ipynb #aebed48d
 import argparse
@@ -158,7 +158,7 @@ def card_rows(
     sides: list[Side],  # in the page's order
 ) -> dict[str, list]:   # "card: figure" -> a value a side; "" where the side has none
     "All plain values of the evaluation cards."
-    flats = [{f"{card['card']}: {name}": value for card in side.cards for name, value in flatten(card).items() if name != "card"} for side in sides]
+    flats = [{f"{card['card']}: {name}": value for card in side.cards for name, value in flatten(card).items() if name != "card" and not isinstance(value, list)} for side in sides]
     names = dict.fromkeys(name for flat in flats for name in flat)
     return {name: [flat.get(name, "") for flat in flats] for name in names}
 
@@ -240,6 +240,13 @@ def compare_page(
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n<h1>{html.escape(title)}</h1>\n{body}\n</body></html>\n'
 
 # %% ../nbs/07h_compare.ipynb #dc0ca7da
+def check_place(
+    out: Path, # of the page
+) -> None:
+    "UserError where another kind of file would be lost."
+    if out.is_file() and b" side by side</title>" not in out.read_bytes()[:400]:
+        raise UserError(f"--out {out} exists already and is no page of this command: remove it, or take another name")
+
 def compare_parser() -> argparse.ArgumentParser:
     "Options of `python -m llm_from_scratch.eval compare`."
     parser = checkpoints_parser("compare", "A page with curves, cards, samples and configuration differences of several runs or checkpoints.")
@@ -254,6 +261,7 @@ def main(
 ) -> int:               # 0
     "Write the comparison page; UserError for a wrong option or run."
     options = compare_parser().parse_args(args[1:])
+    check_place(Path(options.out))
     sides = [read_side(path) for path in options.runs]
     names = [side.name for side in sides]
     if options.prompt:

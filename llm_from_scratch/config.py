@@ -71,14 +71,14 @@ class PositionConfig(Section):
         if self.rope_scaling == "llama3" and low >= high: raise ValueError(f"rope_low_factor {low} must be below rope_high_factor {high}")
         return self
 
-class ExpertConfig(Section):
+class ExpertConfig(Section): # beyond the limits above, a loss overflows fp32 or a choice means nothing
     "Whether the MLP is several experts, and who goes where."
     num_experts: Count = Field(0, description="experts a block; 0: one dense MLP")
     experts_per_token: Positive = Field(2, description="experts that see a token")
-    capacity_factor: float | None = Field(None, ge=0.1, description="slots of an expert in training, as a multiple of its even share; none: nothing is dropped")
-    router_temperature: float = Field(1.0, ge=0.01, description="router logits are divided by it")
-    balance_weight: float = Field(0.01, ge=0, description="weight of the loss that keeps experts evenly used")
-    router_z_weight: float = Field(0.001, ge=0, description="weight of the loss that keeps router logits small")
+    capacity_factor: float | None = Field(None, ge=0.1, le=1e6, description="slots of an expert in training, as a multiple of its even share; none: nothing is dropped")
+    router_temperature: float = Field(1.0, ge=0.01, le=1e6, description="router logits are divided by it")
+    balance_weight: float = Field(0.01, ge=0, le=1e6, description="weight of the loss that keeps experts evenly used")
+    router_z_weight: float = Field(0.001, ge=0, le=1e6, description="weight of the loss that keeps router logits small")
 
     @model_validator(mode="after")
     def check_experts(self):
@@ -416,7 +416,7 @@ def read_yaml(
     "The file's mapping; UserError naming file and place where it is none."
     try: values = yaml.load(Path(path).read_text(encoding="utf-8"), StrictLoader)
     except OSError as error: raise UserError(f"can't read configuration {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error: # PyYAML's own, of a value that it can't build
         raise UserError(f"configuration {path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict | None): raise UserError(f"configuration {path} holds a {type(values).__name__}, not sections")
     return values or {}

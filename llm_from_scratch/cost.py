@@ -344,7 +344,7 @@ def calibrate(
     num_steps: int = 10, # to measure by
 ) -> Calibration:
     "Predict a run from its first steps; UserError where there are too few."
-    timed = [(row["step"] - before, row["step_seconds"]) for before, row in zip([0, *(row["step"] for row in rows)], rows) if isinstance(seconds := row.get("step_seconds"), int | float) and 0 < seconds < 1e15][1:]
+    timed = [(row["step"] - before, row["step_seconds"]) for before, row in zip([0, *(row["step"] for row in rows)], rows) if isinstance(seconds := row.get("step_seconds"), int | float) and 0 < seconds < 1e15 and row["step"] > before][1:]
     first = next((index for index in range(len(timed)) if sum(steps for steps, _ in timed[:index]) >= num_steps), None)
     if first is None: raise UserError(f"a calibration takes {num_steps} timed steps after the first row of metrics and some to compare with; this run has too few")
     pace, rest = median(seconds for _, seconds in timed[:first]), timed[first:]
@@ -429,6 +429,7 @@ def main(
     config = replace(config, model={"vocab_size": config.model.vocab_size or config.tokenizer.vocab_size})
     tokens = parse_amount(options.tokens, "--tokens") if options.tokens else config.train.steps * config.train.global_batch * config.train.seq_len
     num_gpus, utilisation, gpu = parse_amount(options.gpus, "--gpus"), parse_amount(options.utilisation, "--utilisation"), find_gpu(options.gpu)
+    if num_gpus > 1e9 or config.model.num_layers > 10_000: raise UserError("more than 1e9 GPUs (--gpus) or 10,000 layers (--model.num-layers) are beyond this estimate; give fewer")
     if num_gpus % 1 or utilisation > 1: raise UserError(f"--gpus is a whole number, and --utilisation at most 1; given are {options.gpus} and {options.utilisation}")
     prices, storage = read_prices(options.price_per_hour, gpu.name), parse_amount(options.storage_bytes_per_second, "--storage-bytes-per-second")
     found = [estimate(config, kind, int(num_gpus), tokens, utilisation=utilisation, price_per_hour=prices.get(kind.name), storage=storage) for kind in GPUS.values()]

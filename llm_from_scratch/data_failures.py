@@ -283,11 +283,11 @@ def validation_not_as_stored(
     evidence: Evidence, # of a run
 ) -> Finding | None:
     "Counts that differ from the split's, or readings that differ from each other."
-    records, expected = [record for record in evidence.records("validation") if "val_tokens" in record], whole_split(evidence)
+    records, expected = [record for record in evidence.records("validation") if "val_tokens" in record and "val_reading" in record], whole_split(evidence)
     if not records: return None
     counts, readings = {record["val_tokens"] for record in records}, {record["val_reading"] for record in records[-5:]}
     if expected and counts != {expected}: return Finding(f"validations counted {sorted(counts)} tokens, the split has {expected:,} in whole rows; {len(readings)} different readings in {len(records)} validations", "certain", records[0]["step"])
-    if len({record["ranks"] for record in evidence.records("start")}) > 1 or len(readings) == 1: return None
+    if len({record.get("ranks") for record in evidence.records("start")}) > 1 or len(readings) == 1: return None
     return Finding(f"{len(readings)} of the last {len(records[-5:])} validations read other tokens or another order", "certain", records[0]["step"])
 
 # %% ../nbs/08a_data_failures.ipynb #753eed3f
@@ -477,7 +477,7 @@ def shard_rewritten(
 ) -> Finding | None:
     "Shards younger than the run that are not what their manifest says, or a crash over one that shrank."
     if found := re.search(r"\S+\.bin: \d+ bytes, but it had \d+", evidence.last_words): return Finding(f"the run ended in: {found[0]}", "certain", evidence.crash.get("step"))
-    for start in evidence.records("start")[-1:]:
+    for start in [record for record in evidence.records("start") if "time" in record][-1:]:
         begun = datetime.fromisoformat(start["time"]).timestamp()
         for place in (Path(start[split]) for split in ("train", "val") if start.get(split)):
             young = [path for path in place.glob("*.bin") if path.stat().st_mtime > begun]

@@ -229,7 +229,7 @@ class DeviceMonitor:
         *,
         hz: float = 10.0,               # samples a second; 0: no thread
     ):
-        pause = 1 / hz if hz else 0.0
+        pause = min(1 / hz, 3600.0) if hz else 0.0 # a thread can't wait for ages
         self.due = {reader: (0.0, every) for readers, every in ((quick, pause), (slow, max(pause, SLOW_SECONDS))) for reader in readers}
         self.samples, self.has_warned, self.ended = Samples(), False, threading.Event()
         self.thread = threading.Thread(target=self.follow, name="device_monitor", daemon=True)

@@ -40,7 +40,7 @@ def failed_meeting(
     "What failed_start.json says, unless a start came after it."
     kept, starts = evidence.json("failed_start.json"), evidence.records("start")
     if not isinstance(kept, dict) or "could not meet" not in kept.get("reason", ""): return {}
-    return {} if starts and starts[-1]["time"] > kept["time"] else kept
+    return {} if starts and starts[-1].get("time", "") > kept["time"] else kept
 
 # %% ../nbs/08c_distributed_failures.ipynb #673378dd
 @contextmanager

@@ -61,6 +61,10 @@ DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, 
 MEETING = "meeting of the ranks" # the name of a thread, which Python can't end while it is within torch
 REPEAT_SECONDS = 5 # what follows a signal so soon is the same wish: a launcher and a terminal both send one
 
+def _empty(stream: Any): # what stays in its buffer would be a second complaint when Python ends
+    try: stream is None or stream.flush()
+    except OSError: os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
 # %% ../nbs/00_env.ipynb #1dc727c5
 def say_last_words():
     "From here on no signal ends this command: how it ends is decided, and what is left is to say it."
@@ -99,15 +103,14 @@ def run_command(
     except KeyboardInterrupt as stop:
         print("interrupted" + f" by {stop}" * bool(str(stop)), file=sys.stderr)
         code = 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 141
+    except BrokenPipeError: code = 141
     except OSError as error:
         if error.filename is None and error.errno not in DISK_ERRORS: raise
-        print(f"error: {error.filename or 'a file'}: {error.strerror}; check the path, its rights and the space left", file=sys.stderr)
+        named = error.filename2 or error.filename or "a file"
+        print(f"error: {' '.join(str(named).split())}: {error.strerror}; check the path, its rights and the space left", file=sys.stderr)
         code = 2
     finally: llm_from_scratch._end[:] = [] if code is None else [code]
-    if sys.stderr is not None: sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr): _empty(stream)
     (os._exit if any(thread.name == MEETING for thread in threading.enumerate()) else sys.exit)(code)
 
 # %% ../nbs/00_env.ipynb #d602f7ec
@@ -522,6 +525,7 @@ def check_disk(
     place = Path(folder).absolute()
     while not place.exists(): place = place.parent
     free_bytes = shutil.disk_usage(place).free
+    if not place.is_dir(): return Check("disk", False, f"{place} is a file, not a folder; take another", True)
     if not os.access(place, os.W_OK): return Check("disk", False, f"{place} cannot be written; take another", True)
     return Check("disk", free_bytes >= MIN_DISK_BYTES, f"{free_bytes / 1e9:.1f} GB free at {place}", True)
 

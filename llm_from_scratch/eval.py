@@ -247,6 +247,8 @@ def read_text(
         raise UserError(f"{path} is damaged or not packed by xz ({error}): fetch it again") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 (byte {error.start} is 0x{data[error.start]:02x}): convert it first") from None
+    except ValueError as error:
+        raise UserError(f"can't read {str(path)!r}: {error}") from None
     if not text:
         raise UserError(f"{path} is empty: there is nothing to score")
     return text

@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['STRETCH_TOKENS', 'MOST_TOKENS', 'SPAN_TOKENS', 'SEEN', 'OVERFIT_STEPS', 'OVERFIT_BOUND', 'MOST_PARAMETERS', 'CURES',
-           'COLOURS', 'JobCheck', 'judge', 'stretches', 'check_ids', 'check_ends', 'shift_faults', 'check_labels',
-           'span_hashes', 'found_shares', 'check_overlap', 'check_tokenizer', 'gradient_faults', 'check_gradients',
-           'largest_moves', 'check_causality', 'check_masks', 'check_overfit', 'check_fit', 'small_copy',
-           'count_weights', 'check_resume', 'environment_checks', 'check_plan', 'attempt', 'data_checks',
-           'model_checks', 'check_job', 'job_table', 'main']
+           'COLOURS', 'NAMES', 'JobCheck', 'judge', 'stretches', 'check_ids', 'check_ends', 'shift_faults',
+           'check_labels', 'span_hashes', 'found_shares', 'check_overlap', 'check_tokenizer', 'gradient_faults',
+           'check_gradients', 'largest_moves', 'check_causality', 'check_masks', 'check_overfit', 'check_fit',
+           'small_copy', 'count_weights', 'check_resume', 'environment_checks', 'check_plan', 'attempt', 'data_checks',
+           'model_checks', 'check_job', 'job_table', 'check_options', 'main']
 
 # %% ../nbs/08e_job_checks.ipynb #c58eb871
+import argparse
 import importlib
 import json
 import sys
@@ -31,9 +32,9 @@ from torch import nn
 from .accounting import memory_by_component, stored_shapes
 from .artifacts import write_atomic
 from .certify import certify
-from .config import CommandParser, Config, build_config, replace, to_yaml
+from .config import CommandParser, Config, build_config, replace, suggest, to_yaml
 from .dataloader import IGNORED, Batch, TokenLoader
-from .deepspeed_engine import check_engine
+from .deepspeed_engine import check_engine, check_offload
 from .distributed import plan_batch
 from .env import Check, Ranks, UserError, choose_device, choose_dtype, preflight, run_command
 from .launch import available_bytes, check_readers, check_saving, claim_folder, idle_options, resolve
@@ -379,7 +380,7 @@ def check_plan(
     resume: str | None = None, # as training's --resume
 ) -> JobCheck:
     "Whether the options go together."
-    tries = (lambda: claim_folder(run_dir, resume), lambda: plan_batch(config.train.global_batch, config.train.micro_batch, world_size), lambda: check_engine(config),
+    tries = (lambda: claim_folder(run_dir, resume), lambda: plan_batch(config.train.global_batch, config.train.micro_batch, world_size), lambda: check_engine(config), lambda: check_offload(config),
              lambda: check_readers(config.data.num_workers, Ranks()), lambda: check_saving(run_dir, config.checkpoint))
     for attempt in tries:
         try: attempt()
@@ -464,6 +465,18 @@ def job_table(
     return table
 
 # %% ../nbs/08e_job_checks.ipynb #3fac5855
+NAMES = (*CURES, "plan", "data", *(f"{kind} ({split})" for kind in ("ids", "document ends") for split in ("train", "val")), "tokenizer", "validation in training", "memory fit", "model",
+         "label shift", "gradient flow", "causality", "document masks", "one batch overfitted", "kill and resume", "copies", "open files", "port range", "locked memory") # that --leave-out knows
+
+def check_options(
+    options: argparse.Namespace, # of the command
+) -> None:
+    "UserError for ranks, memory or names that make no sense."
+    if options.ranks < 1: raise UserError(f"--ranks {options.ranks}: give at least 1")
+    if options.memory_gb is not None and not 0 < options.memory_gb < 1e9: raise UserError(f"--memory-gb {options.memory_gb:g}: give a number above 0")
+    for name in options.leave_out:
+        if name not in NAMES: raise UserError(f"--leave-out {name!r} is no check{suggest(name, NAMES)}; there are {', '.join(NAMES)}")
+
 def main(
     arguments: list[str], # training's options, and a few more
 ) -> int:                 # 0; failed checks raise UserError, which run_command makes 2
@@ -474,6 +487,7 @@ def main(
     parser.add_argument("--leave-out", nargs="+", default=[], metavar="CHECK", help="checks not to be made, such as 'kill and resume'")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options, rest = parser.parse_known_args(arguments)
+    check_options(options)
     asked, config, _ = resolve(rest)
     checks = check_job(config, Path(asked.run_dir or "runs"), world_size=options.ranks, memory_bytes=options.memory_gb and int(options.memory_gb * 1e9),
                        resume=asked.resume, leave_out=tuple(options.leave_out))

@@ -67,7 +67,7 @@ class StopRequest:
         for name, handler in self.previous.items(): signal.signal(name, handler)
 
 # %% ../nbs/07d_launch.ipynb #a3790a50
-FREE_ON_RESUME = ("eval", "log", "checkpoint", "fuse", "alarms", "engine.timeout_seconds", "engine.preflight", "engine.allow_different_environments", "engine.links", "train.num_threads", "train.micro_batch", "train.steps", "train.parity_every_steps", "train.checkpoint_activations", "data.prefetch_batches", "data.num_workers", "data.cache_bytes")
+FREE_ON_RESUME = ("eval", "log", "checkpoint", "fuse", "alarms", "engine.timeout_seconds", "engine.preflight", "engine.allow_different_environments", "engine.links", "engine.nvme_path", "train.num_threads", "train.micro_batch", "train.steps", "train.parity_every_steps", "train.checkpoint_activations", "data.prefetch_batches", "data.num_workers", "data.cache_bytes")
 STRUCTURE = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "positions", "rope_layout",
              "tie_embeddings", "num_experts", "experts_per_token") # of a model: what its weights are without meaning otherwise
 FIXED_ON_RESUME = {"optim.kind", "train.weights", "train.seed", "train.seq_len", *(f"model.{name}" for name in STRUCTURE)} # what was saved fits no other
@@ -105,7 +105,9 @@ def check_resume(
     refused = [change for change in changes if not {change[0], change[0].partition(".")[0]} & {*FREE_ON_RESUME, *(set(allow) - FIXED_ON_RESUME)}]
     if refused:
         text = ", and ".join(f"{key} = {was}, asked for is {wanted}" for key, was, wanted in refused)
-        way = [f", or --allow-change {' '.join(keys)}"] if (keys := [key for key, _, _ in refused if key not in FIXED_ON_RESUME]) else []
+        is_cut_anew = old.engine.zero != new.engine.zero or "nvme" in {old.engine.offload, new.engine.offload}
+        never_offered = FIXED_ON_RESUME | ({"engine.kind", "engine.zero_stage", "engine.offload"} if step and is_cut_anew else set())
+        way = [f", or --allow-change {' '.join(keys)}"] if (keys := [key for key, _, _ in refused if key not in never_offered]) else []
         if never := [key for key, _, _ in refused if key in FIXED_ON_RESUME & set(allow)]: way.append(f"; --allow-change can't help with {' '.join(never)}: what was saved fits no other")
         raise UserError(f"the run has {text}; resume with the former, or start a new run (--train.init-from takes the weights){''.join(way)}")
     for key, was, wanted in changes:
@@ -449,12 +451,15 @@ def training_bytes(
     world_size: int = 1, # ranks, over which ZeRO spreads them
 ) -> int:            # on one rank, at least; activations come on top
     "Bytes of weights, gradients and moments in fp32: two moments under AdamW, one under Muon."
-    def count_weights(num_layers):
-        model = config.model.model_copy(update={"vocab_size": vocab_size, "num_layers": num_layers})
+    def count_weights(num_layers, num_experts):
+        model = config.model.model_copy(update={"vocab_size": vocab_size, "num_layers": num_layers, "num_experts": num_experts})
         return sum(math.prod(shape) for name, shape in expected_shapes(model).items() if not (model.tie_embeddings and name == "head.weight"))
-    one, two = count_weights(1), count_weights(2)
-    count, engine = one + (config.model.num_layers - 1) * (two - one), config.engine
+    layers, experts, engine = config.model.num_layers, config.model.num_experts, config.engine
+    least = min(experts, 1) # a billion of them are multiplied, not listed
+    one, expert = count_weights(1, least), count_weights(1, least + 1) - count_weights(1, least) if experts else 0
+    count = one + (layers - 1) * (count_weights(2, least) - one) + layers * (experts - least) * expert
     moments = 0 if engine.offload != "none" else 2 if config.optim.kind == "adamw" else 1
+    count = min(count, 10**24) # beyond that no float can tell it, and no machine hold it
     spread = sum(4 * count * copies // (world_size if engine.zero >= stage else 1) for stage, copies in ((3, 1), (2, 1), (1, moments)))
     return max(spread, 4 * count) if engine.zero == 3 else spread # cut from what each rank has built whole
 
@@ -478,8 +483,9 @@ def check_memory(
     needed = training_bytes(config, vocab_size, ranks.world_size) * (1 if device.type == "cuda" else ranks.local_world_size)
     there = available_bytes(device)
     if needed > there:
+        smaller = "model.num_experts, " * (config.model.num_experts > 1) + "model.hidden_size, model.num_layers"
         raise UserError(f"the model does not fit: weights, gradients and moments take at least {needed / 1e9:,.1f} GB and {there / 1e9:,.1f} GB "
-                        f"of memory can be had ({device}); lower model.hidden_size, model.num_layers or tokenizer.vocab_size")
+                        f"of memory can be had ({device}); lower {smaller} or tokenizer.vocab_size")
     copied = training_bytes(config, vocab_size, ranks.world_size) * (3 if config.optim.kind == "adamw" else 2) // (4 if config.optim.kind == "adamw" else 3) # all but gradients
     if device.type == "cpu" and config.checkpoint.background and needed + copied > there:
         raise UserError(f"the model fits, a save in the background doesn't: its copy takes {copied / 1e9:,.1f} GB beside {needed / 1e9:,.1f} GB, and {there / 1e9:,.1f} GB "

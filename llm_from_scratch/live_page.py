@@ -15,7 +15,7 @@ from pathlib import Path
 # %% ../nbs/07bb_live_page.ipynb #40421df5
 from .config import CommandParser
 from .env import UserError, run_command
-from .monitoring import CURVES, draw_curve, drawable, parse_row, png_bytes, readable, report_page, summarize, undrawn
+from .monitoring import CURVES, draw_curve, drawable, parse_row, png_bytes, readable, report_page, series, summarize, undrawn
 
 # %% ../nbs/07bb_live_page.ipynb #b19b9330
 class GrowingRows:
@@ -35,9 +35,12 @@ class GrowingRows:
         except FileNotFoundError:
             self.file_id, self.offset, self.rows, self.problem = None, 0, [], "no row yet: the run has not taken a step"
             return self.rows
+        except OSError as error:
+            self.file_id, self.offset, self.rows, self.problem = None, 0, [], f"{self.path}: {error.strerror}"
+            return self.rows
         for line in data[:data.rfind(b"\n") + 1].splitlines(keepends=True):
-            try: self.rows.append(parse_row(line.decode("utf-8"), str(self.path)))
-            except (UserError, UnicodeDecodeError) as error:
+            try: self.rows.append(parse_row(line.decode("utf-8", "replace"), f"{self.path}, row {len(self.rows) + 1}"))
+            except UserError as error:
                 self.problem = str(error)
                 break
             self.offset += len(line)
@@ -52,6 +55,10 @@ class GrowingRows:
             return file.read()
 
 # %% ../nbs/07bb_live_page.ipynb #1a8743b0
+def _content(path: Path) -> bytes | None: # None: it is gone by now, or no file
+    try: return path.read_bytes()
+    except OSError: return None
+
 class RunView:
     "State and pictures of one run, as they are now."
 
@@ -66,17 +73,22 @@ class RunView:
             rows = self.growing.refresh()
             try: facts = {name: readable(value) for name, value in summarize(rows).items()} if rows else {}
             except UserError as error: rows, facts, self.growing.problem = [], {}, str(error)
-            pictures = {f"{name}.png": CURVES[name][0] for name in drawable(rows)} if rows else {}
+            pictures = {f"{name}.png": CURVES[name][0] for name in drawable(rows) if self.has_numbers(rows, name)} if rows else {}
             pictures |= {f"gradients-{path.name}": f"Gradients, {path.stem}" for path in self.gradients()}
             note = self.growing.problem or f"{len(rows)} rows of metrics.jsonl; this page follows them." + f" Not drawn: {undrawn(rows)}." * bool(undrawn(rows))
             return {"title": self.run_dir.resolve().name, "version": self.growing.version, "summary": facts, "pictures": pictures, "note": note}
+
+    def has_numbers(self, rows: list[dict], name: str) -> bool: # a picture that can't be drawn is told in the note
+        try: return all(series(rows, field) for field, *_ in CURVES[name][2])
+        except UserError as error: self.growing.problem = str(error)
+        return False
 
     def gradients(self) -> list[Path]: return sorted(self.run_dir.glob("report/gradients/*.png"))
 
     def picture(self, name: str) -> bytes | None: # PNG; None where the state does not name it
         "Draw a picture, or take the one that was drawn of the same rows."
         with self.lock:
-            if found := next((path for path in self.gradients() if name == f"gradients-{path.name}"), None): return found.read_bytes()
+            if found := next((path for path in self.gradients() if name == f"gradients-{path.name}"), None): return _content(found)
             rows, curve = self.growing.refresh(), name.removesuffix(".png")
             if not rows or f"{curve}.png" != name or curve not in drawable(rows): return None
             if self.drawn.get(name, ("",))[0] != self.growing.version:

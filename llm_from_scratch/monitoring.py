@@ -31,7 +31,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from .artifacts import _named, read_json, write_atomic, write_json
 from .config import CommandParser
-from .efficiency import efficiency_figures
+from .efficiency import MEASURED, efficiency_figures
 from .env import Ranks, UserError, run_command
 
 # %% ../nbs/07b_monitoring.ipynb #27733022
@@ -55,13 +55,13 @@ def parse_row(
 ) -> dict:  # with a number under "step"
     "Read one row of metrics; UserError says where it is damaged."
     try:
-        row = json.loads(line)
-        if not 0 <= row["step"] < 2**53:
+        row = json.loads(line.removeprefix("\ufeff"))  # which some editors put in front
+        if not 0 <= row["step"] < 2**53 or row["step"] % 1 or row["step"] is True:
             raise ValueError("no number of steps")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{where}: not a row of metrics ({line[:40]!r}); remove it") from error
+        raise UserError(f"{where}: not a row of metrics ({line[:40].strip()!r}); remove it") from error
     row = {name: NOT_FINITE.get(value, value) if isinstance(value, str) else value for name, value in row.items()}
-    if type(row.get("resumed_from") or 0) is not int:
+    if type(origin := row.get("resumed_from") or 0) is not int or not 0 <= origin < 2**53:
         row["unread"] = [f"resumed_from {row.pop('resumed_from')!r}, which is no step"]
     return row
 
@@ -419,9 +419,9 @@ def series(
     found = {row["step"]: row[name] for row in rows if row.get(name) is not None}
     steps = sorted(found)
     try:
-        return steps, [float(found[step]) for step in steps]
-    except (TypeError, ValueError, OverflowError) as error:
-        raise UserError(f"metrics: a row's {name} is no number ({str(error)[:60]}); remove that row") from None
+        return steps, [float(found[at := step]) for step in steps]
+    except (TypeError, ValueError, OverflowError):
+        raise UserError(f"metrics: at step {at} {name} is no number ({found[at]!r:.60}); remove that row") from None
 
 # %% ../nbs/07b_monitoring.ipynb #886ab911
 LARGEST = 1e100  # that a picture can show: the scales of larger numbers overflow
@@ -431,8 +431,9 @@ def undrawn(
     rows: list[dict],  # of read_metrics
 ) -> str:  # in words; empty where nothing is
     "What no curve can show, counted."
-    num_bad = sum(not abs(value) < LARGEST for row in rows for value in row.values() if isinstance(value, float))
+    num_bad = sum(not abs(value) < LARGEST for row in rows for value in row.values() if isinstance(value, float | int))
     unread = Counter(what for row in rows for what in row.get("unread", ()))
+    unread.update(f"{name} that are no numbers" for row in rows for name in MEASURED & row.keys() if not isinstance(row[name], float | int))
     return ", ".join([f"{num_bad} values that are NaN, infinite or above {LARGEST:g}"] * bool(num_bad) + [f"{count} {what}" for what, count in unread.items()])
 
 # %% ../nbs/07b_monitoring.ipynb #aba2de30
@@ -515,7 +516,9 @@ def readable(
     "A value as a reader wants it: thousands parted, four digits that mean something."
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
-    if isinstance(value, int) or (math.isfinite(value) and abs(value) >= 1e4):
+    if isinstance(value, int):
+        return f"{value:,}" if abs(value) < LARGEST else f"above {LARGEST:g}"
+    if math.isfinite(value) and abs(value) >= 1e4:
         return f"{value:,.0f}"
     return f"{value:.4g}"
 
@@ -569,7 +572,7 @@ def read_report(
     path, kinds = Path(run_dir) / "report" / "report.json", {"title": str, "summary": dict, "samples": list}
     found = read_json(path) if path.exists() else {"title": Path(run_dir).resolve().name, "summary": {}, "samples": []}
     is_whole = isinstance(found, dict) and all(isinstance(found.get(name), kind) for name, kind in kinds.items())
-    if not (is_whole and all(isinstance(text, str) for text in found["samples"])):
+    if not is_whole or not all(isinstance(text, str) for text in found["samples"]) or any(isinstance(value, dict | list) for value in found["summary"].values()):
         raise UserError(f"{path} is not a report's: remove it, and the page is drawn from the metrics alone")
     return found
 

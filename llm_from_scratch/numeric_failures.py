@@ -134,10 +134,10 @@ def explodes_from_init(
     "A first loss or gradient that no fresh model of this size has."
     config, first = evidence.config, next((row for row in evidence.metrics if row["step"] == 1), None)
     size = evidence.tokenizer.vocab_size if evidence.tokenizer else config and config.model.vocab_size
-    if not config or not first or not size or config.train.init_from or not math.isfinite(first["loss"]): return None
-    is_wild = config.train.dtype != "fp16" and not config.model.num_experts and first["grad_norm"] > 100
+    if not config or not first or not size or config.train.init_from or not math.isfinite(first.get("loss", math.nan)): return None
+    is_wild = config.train.dtype != "fp16" and not config.model.num_experts and first.get("grad_norm", 0.0) > 100
     if first["loss"] < 1.3 * math.log(size) + 1 and not is_wild: return None
-    return Finding(f"the first loss is {first['loss']:.2f}, a model that knows nothing has {math.log(size):.2f}; the first gradient's norm is {first['grad_norm']:.3g}; model.init {config.model.init}, init_std {config.model.init_std}", "certain", 1)
+    return Finding(f"the first loss is {first['loss']:.2f}, a model that knows nothing has {math.log(size):.2f}; the first gradient's norm is {first.get('grad_norm', math.nan):.3g}; model.init {config.model.init}, init_std {config.model.init_std}", "certain", 1)
 
 # %% ../nbs/08b_numeric_failures.ipynb #a8179c7b
 def moments_of(

@@ -6,7 +6,7 @@
 __all__ = ['TAKEN', 'DIMENSIONS', 'WORTH', 'CHANGED', 'ASSUMED', 'WORSE', 'percent', 'giga', 'number', 'rose', 'fell',
            'FOREIGN_BYTES', 'AWAIT_MS', 'IN_USE_SHARE', 'row_figures', 'stretch_figures', 'best_and_last', 'core_share',
            'copy_bandwidth', 'counters', 'measure_machine', 'measure_steps', 'build_probe', 'Signal', 'lost',
-           'versions', 'sides', 'compared', 'limited', 'changed', 'hardware_signals', 'driver_signals',
+           'versions', 'read_record', 'sides', 'compared', 'limited', 'changed', 'hardware_signals', 'driver_signals',
            'framework_signals', 'data_signals', 'algorithm_signals', 'ranking', 'attribute', 'factors',
            'slowdown_table', 'own_text', 'main']
 
@@ -34,6 +34,7 @@ from .config import CommandParser
 from .dataloader import endless
 from .device_monitor import disk_counters
 from .distributed_failures import silence
+from .efficiency import is_measured
 from .env import REPORTED_PACKAGES, Ranks, UserError, environment_report, run_command
 from .launch import set_threads, with_own_tokenizer
 from .monitoring import read_metrics
@@ -45,13 +46,13 @@ def row_figures(
     row: dict, # of metrics.jsonl
 ) -> dict[str, float]: # by name; what the row does not tell is left out
     "What one row says of the five dimensions."
-    found = {name: row[name] for name in TAKEN if row.get(name) is not None}
+    found = {name: row[name] for name in TAKEN if is_measured(row, name)}
     working = max(0.01, 1 - found.get("data_wait_share", 0.0) - found.get("comm_share", 0.0))
     if {"step_seconds", "tokens_per_second"} <= set(found): found |= {"work_seconds": found["step_seconds"] * working, "tokens_per_step": found["step_seconds"] * found["tokens_per_second"]}
-    if row.get("process_cpu_percent"): found["busy_cores"] = row["process_cpu_percent"] / 100 / working
-    if reserved := row.get("device_reserved_bytes"):
+    if is_measured(row, "process_cpu_percent") and row["process_cpu_percent"] > 0: found["busy_cores"] = row["process_cpu_percent"] / 100 / working
+    if is_measured(row, "device_reserved_bytes", "device_allocated_bytes") and (reserved := row["device_reserved_bytes"]) > 0:
         found["in_use_share"] = row["device_allocated_bytes"] / reserved
-        if "gpu_used_bytes" in row: found["foreign_device_bytes"] = row["gpu_used_bytes"] - reserved
+        if is_measured(row, "gpu_used_bytes"): found["foreign_device_bytes"] = row["gpu_used_bytes"] - reserved
     return found
 
 # %% ../nbs/08f_slowdown.ipynb #4f999ed2
@@ -61,14 +62,14 @@ def stretch_figures(
     "What a stretch of rows says of the five dimensions."
     figures = [row_figures(row) for row in rows]
     medians = {name: float(np.median([found[name] for found in figures if name in found])) for name in sorted(set().union(*figures))}
-    reasons = [row["gpu_throttle"] for row in rows if "gpu_throttle" in row]
+    reasons = [row["gpu_throttle"] for row in rows if isinstance(row.get("gpu_throttle"), str)]
     return medians | ({"gpu_throttle": sorted(set(", ".join(reasons).split(", ")) - {"", "idle"})} if reasons else {})
 
 def best_and_last(
     rows: list[dict], # of metrics.jsonl
 ) -> dict[str, Any]:  # figures of the best and of the last stretch, and the best one's first step; empty for fewer than six rows
     "The run's best stretch by tokens a second, and its last one."
-    rows = [row for row in rows if row.get("tokens_per_second")][1:] # the first steps warm up
+    rows = [row for row in rows if is_measured(row, "tokens_per_second") and row["tokens_per_second"] > 0][1:] # the first steps warm up
     width = max(3, len(rows) // 10)
     if len(rows) < 2 * width: return {}
     speeds = np.array([row["tokens_per_second"] for row in rows])
@@ -197,6 +198,18 @@ def versions(
     "What can be updated between two days, by name."
     return {"kernel": report.get("platform", {}).get("release"), "driver": report.get("driver"), "CUDA": report.get("cuda"), **report.get("packages", {})}
 
+# %% ../nbs/08f_slowdown.ipynb #81666614
+def read_record(
+    path: Path, # env.json or speed.json of a run
+) -> dict:      # of sections; empty where there is no such file
+    "What was kept of a better day; UserError where it is no such record."
+    kept = read_json(path) if path.exists() else {}
+    sections = kept if isinstance(kept, dict) else {"machine": kept}
+    wrong = [name for name in ("packages", "platform", "machine", "steps") if not isinstance(sections.get(name, {}), dict)]
+    wrong += [f"{section}.{name}" for section in ("machine", "steps") if not wrong for name in sections.get(section, {}) if name not in ("kernel", "driver", "attention") and not is_measured(sections[section], name)]
+    if wrong: raise UserError(f"{path} is no record of a run ({wrong[0]} is of another kind): remove it, or measure a good day anew with --keep")
+    return sections
+
 # %% ../nbs/08f_slowdown.ipynb #32f1b670
 ASSUMED = {"core_share": 0.97, "copy_share": 0.10, "data_wait_share": 0.0} # where no better day is known
 WORSE = {"data_wait_share": max, "disk_await_ms": max, "in_use_share": min}
@@ -206,7 +219,7 @@ def sides(
     measured: dict, # "machine" and "steps" of now
 ) -> tuple[dict, dict]: # today, name -> value; before, name -> value and where it is from
     "Today and before: the best stretch goes before the record, and that before the assumption."
-    own, record, kept = best_and_last(read_metrics(run)), *(read_json(run / name) if (run / name).exists() else {} for name in ("speed.json", "env.json"))
+    own, record, kept = best_and_last(read_metrics(run)), read_record(run / "speed.json"), read_record(run / "env.json")
     now, last = measured["machine"] | measured["steps"] | versions(environment_report()), own.get("last", {})
     now |= last | {name: worse(now[name], last[name]) for name, worse in WORSE.items() if name in now and name in last}
     sources = {"assumed": ASSUMED, "record": record.get("machine", {}) | record.get("steps", {}), "env.json": versions(kept), "best stretch": own.get("best", {})}
@@ -343,6 +356,7 @@ def attribute(
 ) -> tuple[list[Signal], dict]: # the largest loss first, and the record of now
     "Measure all five dimensions, and rank what is worse than in the best stretch."
     probe = probe or build_probe(run)
+    sides(run, {"machine": {}, "steps": {}}) # what is damaged is told before anything is measured
     measured = {"machine": measure_machine(seconds, probe.device, run), "steps": measure_steps(probe, seconds)}
     return ranking(*sides(run, measured)), measured
 
@@ -391,7 +405,7 @@ def main(
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
     run = Path(options.run)
-    if not options.seconds > 0: raise UserError(f"--seconds {options.seconds}: must be above 0")
+    if not 0 < options.seconds < 1e6: raise UserError(f"--seconds {options.seconds:g}: must be above 0, and below a million")
     signals, record = attribute(run, seconds=options.seconds)
     if options.keep: write_json(run / "speed.json", record)
     own = best_and_last(read_metrics(run))

@@ -125,7 +125,7 @@ def disk_slows_down(
     evidence: Evidence, # of a run
 ) -> Finding | None:
     "Saves whose time a byte grows in most rounds, to twice or more."
-    saves = [record for record in evidence.records("saved") if record.get("bytes")]
+    saves = [record for record in evidence.records("saved") if record.get("bytes") and "seconds" in record]
     costs = np.array([record["seconds"] / record["bytes"] for record in saves])
     if len(costs) < LEAST_SAVES: return None
     part = len(costs) // 3

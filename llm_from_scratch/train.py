@@ -37,7 +37,7 @@ from .comm_timing import comm_figures, comm_table, time_comm
 from .config import Config, replace
 from .dataloader import Batch, TokenLoader, endless, loader_options
 from .distributed import Engine, StepResult, all_sum, broadcast_object, check_parity, gather_objects, mistake_elsewhere, next_token_loss, plan_batch, speaks_first, watch_launcher
-from .deepspeed_engine import build_engine, check_engine, check_pieces
+from .deepspeed_engine import build_engine, check_engine, check_offload, check_pieces, hold_disk
 from .device_monitor import RunMeter
 from .documents import REASONS, corpus_files, inputs_hash, is_validation, read_corpus
 from .efficiency import efficiency_figures
@@ -519,8 +519,10 @@ def run(
     "One training run from text to report."
     console = console or Console(quiet=not ranks.is_main, soft_wrap=True, markup=False)
     claim_folder(run_dir, resume_from)
+    plan_batch(config.train.global_batch, config.train.micro_batch, ranks.world_size)
     if old: check_run_folder(run_dir)
     asked = check_engine(config)
+    check_offload(config)
     check_readers(config.data.num_workers, ranks)
     if ranks.is_main: check_saving(run_dir, config.checkpoint)
     check_memory(config, config.model.vocab_size or config.tokenizer.vocab_size, ranks, choose_device(ranks))
@@ -557,10 +559,15 @@ def main(
         args, url = work_locally(args)
         options, config, old = resolve(args)
         options.url = url
+        if code := repeated_stop(Path(options.run_dir) if options.run_dir else None):
+            say_last_words() # another rank may have repeated it first: its launcher's signal comes too late
+            return code
     except UserError:
         if ranks.local_rank == 0: raise # other machines may have been given other words
         return USER_ERROR
-    if code := repeated_stop(Path(options.run_dir) if options.run_dir else None): return code
+    except KeyboardInterrupt: # after a restart this may be such a signal, too early for this rank to know
+        if not this_launcher()[2]: raise
+        return INTERRUPTED
     watch_launcher()
     if options.debug: set_debug()
     set_threads(config.train.num_threads, ranks)
@@ -604,7 +611,7 @@ def hold_and_run(
         if ranks.is_main: (run_dir / "stopped.json").unlink(missing_ok=True)
         try:
             preflight_run(config, ranks, run_dir)
-            with watch_run(ranks, config.engine.timeout_seconds, run_dir):
+            with hold_disk(config, ranks), watch_run(ranks, config.engine.timeout_seconds, run_dir):
                 code = run(config, run_dir, ranks, resume_from=options.resume, old=old, allow=tuple(options.allow_change), url=options.url)
         except (UserError, RuntimeError, KeyboardInterrupt) as error: # the latter two may only mean that another rank is gone
             mistake = str(error) if isinstance(error, UserError) else mistake_elsewhere()

@@ -132,6 +132,8 @@ def main(
     parser.add_argument("--split-format", default="tokens", metavar="KIND", help="tokens (word-level, with <unk>) or raw (default tokens)")
     parser.add_argument("--detokeniser", default=None, metavar="NAME", help="wikitext-1 or none (default wikitext-1)")
     options = parser.parse_args(arguments)
+    check_choice("split format", options.split_format, SPLIT_FORMATS)
+    if Path(options.out).is_file(): raise UserError(f"{options.out} exists already: remove it, or take another name")
     print(f"{write_articles(options.source, options.out, options.split_format, options.detokeniser):,} articles in {options.out}")
     return 0
 

@@ -16,6 +16,7 @@ from llm_from_scratch.code_eval import read_tasks
 from llm_from_scratch.config import Config, to_yaml
 from llm_from_scratch.env import UserError
 from llm_from_scratch.eval import main
+from llm_from_scratch.evaluation_cards import card_hash, card_line
 from llm_from_scratch.model import Transformer
 from llm_from_scratch.tokenizer import Tokenizer
 
@@ -137,6 +138,13 @@ def test_from_sheet_to_scores(run_dir, tmp_path, capsys):
     assert main(["blind-score", str(tmp_path / "a.json"), str(tmp_path / "b.json"), "--key", str(tmp_path / "page.key.json"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["agreement"] == 1 and found["checkpoints"][1]["score"] == 5
+    card = found["checkpoints"][1]
+    assert card["card_hash"] == card_hash(card) and {"tasks_sha256", "tokenizer_fingerprint", "dtype", "checkpoint_hash", "date", "sheet", "temperature", "seed"} <= set(card)
+    assert main(["blind-score", str(tmp_path / "a.json"), str(tmp_path / "b.json"), "--key", str(tmp_path / "page.key.json")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == card_line(card)[:-10] + card["date"][:10]
+    (tmp_path / "card.json").write_text(json.dumps(card))
+    with pytest.raises(UserError, match="a card of blind-score can't be computed anew"):
+        main(["verify", str(tmp_path / "card.json")])
     with pytest.raises(UserError, match="stands in two files"):
         main(["blind-score", str(tmp_path / "a.json"), str(tmp_path / "a.json"), "--key", str(tmp_path / "page.key.json")])
     with pytest.raises(UserError, match="no key"):

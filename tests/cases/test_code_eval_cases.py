@@ -28,6 +28,7 @@ from llm_from_scratch.code_eval import (
 from llm_from_scratch.config import Config, ModelConfig, to_yaml
 from llm_from_scratch.env import UserError
 from llm_from_scratch.eval import is_python, main
+from llm_from_scratch.evaluation_cards import DIFFERS, card_hash, card_line, read_card
 from llm_from_scratch.model import Transformer
 from llm_from_scratch.sandbox import Limits, Outcome, run_limited
 from llm_from_scratch.spelling import Probe, probe_spelling, read_probes, spells
@@ -212,11 +213,63 @@ def test_the_command_prints_a_card_a_checkpoint(run_dir, tmp_path, capsys):
     assert main(["code", *arguments, "--json"]) == 0
     cards = json.loads(capsys.readouterr().out)
     assert [card["step"] for card in cards] == [20, 10]
-    assert {"pass@1", "bleu_signature", "tasks_sha256", "checkpoint_hash", "limits", "isolated"} <= set(cards[0])
+    assert {"pass@1", "bleu_signature", "tasks_sha256", "checkpoint_hash", "tokenizer_fingerprint", "dtype", "date", "limits", "isolated"} <= set(cards[0])
+    assert cards[0]["sampling"] == {"temperature": 0.0, "top_p": 1.0, "seed": 0} and all(card["card_hash"] == card_hash(card) for card in cards)
     (tmp_path / "probes.jsonl").write_text('{"kind": "word", "prompt": "def", "answer": " f"}\n{"kind": "fact", "prompt": "a", "answer": "b"}\n')
     assert main(["spelling", str(run_dir), "--probes", str(tmp_path / "probes.jsonl"), "--json"]) == 0
     card = json.loads(capsys.readouterr().out)[0]
     assert card["rates"].keys() == card["num_probes"].keys() == {"word", "fact", "all"}
+    assert card["card_hash"] == card_hash(card) and {"probes_sha256", "tokenizer_fingerprint", "dtype", "date"} <= set(card)
+
+
+def checked(card, path, *options):
+    "Exit code of a check, of a card that was written anew with its own hash."
+    path.write_text(json.dumps(card | dict(card_hash=card_hash(card))))
+    return main(["verify", str(path), *options])
+
+
+def test_a_card_of_spelling_is_checked_elsewhere_and_a_false_rate_is_named(run_dir, tmp_path, capsys):
+    (tmp_path / "probes.jsonl").write_text('{"kind": "word", "prompt": "def", "answer": " f"}\n')
+    assert main(["spelling", str(run_dir / "checkpoints" / "step_00000010"), "--probes", str(tmp_path / "probes.jsonl"), "--out", str(tmp_path)]) == 0
+    card = read_card(tmp_path / "spelling-probes-step_00000010.json")
+    assert capsys.readouterr().out.splitlines()[-1] == card_line(card)
+    moved = card | dict(run="/nowhere", source="/nowhere")
+    assert checked(moved, tmp_path / "card.json", "--run-dir", str(run_dir), "--data", str(tmp_path / "probes.jsonl")) == 0
+    assert checked(card | dict(rates=card["rates"] | {"all": 0.75}), tmp_path / "card.json") == DIFFERS
+    assert capsys.readouterr().out.splitlines()[-1] == "differs: rates.all"
+    for change, told in [(dict(run="/nowhere"), "nowhere"), (dict(probes_sha256="0" * 64), "the probes .* has changed"), (dict(checkpoint_hash="0" * 64), "the checkpoint .* has changed"),
+                         (dict(figures=["speed"]), "no figures of the right kind"), (dict(evaluation=[1]), "no evaluation"), (dict(rates={"all": "x"}), "no rates.all")]:
+        with pytest.raises(UserError, match=told) as error:
+            checked(card | change, tmp_path / "card.json")
+        assert "\n" not in str(error.value)
+
+
+def test_a_card_of_code_is_checked_by_the_same_draws(run_dir, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("sacrebleu")
+    seen = []
+    monkeypatch.setattr("llm_from_scratch.code_eval.run_many", lambda jobs, **options: seen.append(options.get("isolate", True)) or [Outcome(True, "passed") for _ in jobs])
+    assert main(["code", str(run_dir), "--limit", "2", "--samples", "2", "--k", "1", "2", "--max-new-tokens", "4", "--seed", "5", "--no-isolation", "--out", str(tmp_path)]) == 0
+    card = read_card(tmp_path / "code-plain-2x2-step_00000020.json")
+    assert card["figures"] == ["pass@1", "pass@2", "syntax_rate", "bleu", "repetition_rate"] and card["sampling"]["seed"] == 5
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line == card_line(card) and card["tasks_sha256"][:8] in line and "sampling.seed 5" in line and "tok:13a" in line
+    assert seen and not any(seen)
+    seen.clear()
+    assert checked(card, tmp_path / "card.json") == 0 and seen == [True]
+    assert checked(card | dict(bleu=card["bleu"] + 1), tmp_path / "card.json") == DIFFERS
+    assert capsys.readouterr().out.splitlines()[-1] == "differs: bleu"
+    for change, told in [(dict(source="nowhere"), "can't read nowhere"), (dict(num_tasks=1), "the tasks plain has changed"), (dict(limits=None), "make it anew"), (dict(num_samples=1), "draw at least 2"), (dict(evaluation="speed"), "can't be computed anew")]:
+        with pytest.raises(UserError, match=told) as error:
+            checked(card | change, tmp_path / "card.json")
+        assert "\n" not in str(error.value)
+
+
+def test_cards_of_two_seeds_lie_side_by_side_and_one_repeated_does_not(run_dir, tmp_path, monkeypatch):
+    pytest.importorskip("sacrebleu")
+    monkeypatch.setattr("llm_from_scratch.code_eval.run_many", lambda jobs, **options: [Outcome(True, "passed") for _ in jobs])
+    for seed in ("1", "2", "2"):
+        assert main(["code", str(run_dir), "--limit", "1", "--max-new-tokens", "2", "--seed", seed, "--out", str(tmp_path)]) == 0
+    assert sorted(read_card(path)["sampling"]["seed"] for path in tmp_path.iterdir()) == [1, 2]
 
 
 def test_the_command_refuses_where_programs_cannot_be_isolated(run_dir, monkeypatch):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from ports import free_port
 
+import llm_from_scratch
 from llm_from_scratch import env
 from llm_from_scratch.env import Ranks, UserError
 
@@ -152,6 +153,23 @@ def test_a_signal_during_the_imports_is_one_line(command, number, tmp_path):
         caught = int(Path(f"/proc/{process.pid}/status").read_text().partition("SigCgt:")[2].split()[0], 16)
     process.send_signal(number)
     assert process.communicate(timeout=300) == ("", f"interrupted by {number.name}\n") and process.returncode == 130
+
+
+@pytest.mark.parametrize(("module", "restarts", "is_told"), [("train", None, True), ("train", "0", True), ("train", "1", False), ("train", "10", False), ("generate", "1", True)])
+def test_only_training_that_was_started_again_ends_without_a_word_while_it_imports(monkeypatch, capfd, module, restarts, is_told):
+    "It may only repeat a final stop, as a faster rank has done by then: the launcher's signal means that, not the user."
+    heard, codes = {}, []
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    if restarts:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+    monkeypatch.setattr(sys, "argv", ["-m"])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", f"llm_from_scratch.{module}"])
+    monkeypatch.setattr(signal, "signal", heard.__setitem__)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    exec(Path(llm_from_scratch.__file__).read_text(), {"__file__": llm_from_scratch.__file__, "__path__": []})
+    heard[signal.SIGTERM](signal.SIGTERM, None)
+    assert codes == [130] and capfd.readouterr().err == "interrupted by SIGTERM\n" * is_told
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -63,7 +63,7 @@ def run(corpus, run_dir, resume_from=None, stop_after=None, seconds_a_row=1.0, c
 def test_over_the_plan_it_warns_cuts_and_stops_with_a_verified_checkpoint(corpus, tmp_path):
     code, rows, _, training = run(corpus, tmp_path, budget_hours=14 * 4 / 3600, seconds_a_row=1.7)
     fuse = training.fuse
-    assert code == STOPPED and [event["actions"] for event in fuse.events] == [["warn", "cut", "free"], ["stop"]]
+    assert code == STOPPED == 3 and [event["actions"] for event in fuse.events] == [["warn", "cut", "free"], ["stop"]]
     assert [len(rows[step]) for step in (3, 4)] == [4, 3]
     spent = 1.7 * sum(len(found) for found in rows.values())
     assert spent >= 14 * 4 > spent - 1.7 * len(rows[training.step])
@@ -173,3 +173,4 @@ def test_the_command_ends_with_three_and_says_why(corpus, tmp_path):
     assert result.returncode == 3 and "fuse: the budget of 1000 tokens is spent" in result.stdout.replace("1,000", "1000"), result.stdout + result.stderr
     assert json.loads((tmp_path / "run" / "stopped.json").read_text())["reason"] == "budget"
     assert (tmp_path / "run" / "report" / "cost.html").exists()
+    assert verify_checkpoint(latest_checkpoint(tmp_path / "run" / "checkpoints")) == []

@@ -403,6 +403,14 @@ def test_divergence_without_a_checkpoint_says_so(options, tmp_path, monkeypatch,
     (["--data.num-workers", "100000"], r"data.num_workers 100000 asks for 100,000 reading processes on \d+ cores; take at most"),
     (["--data.mix-changes", "100:web=1"], r"data.mix_changes 100:web=1: write it as '\{1000: \{web: 0.5, code: 0.5\}\}'"),
     (["--data.mix-changes", "{-5: {web: 1}}"], "there is no step -5"),
+    (["--model.num-experts", "1000000000"], "lower model.num_experts, model.hidden_size"),
+    (["--model.num-experts", "9" * 400], "does not fit"),
+    (["--model.num-experts", "4", "--model.experts-per-token", "5"], "experts_per_token 5 is above num_experts 4"),
+    (["--model.num-experts", "4", "--model.capacity-factor", "1e300"], "model.capacity_factor.*less than or equal to 1000000"),
+    (["--model.num-experts", "4", "--model.router-temperature", "1e300"], "model.router_temperature.*less than or equal to 1000000"),
+    (["--model.num-experts", "4", "--model.balance-weight", "1e39"], "model.balance_weight.*less than or equal to 1000000"),
+    (["--model.num-experts", "4", "--model.router-z-weight", "1e39"], "model.router_z_weight.*less than or equal to 1000000"),
+    (["--train.global-batch", "7", "--train.micro-batch", "2"], "train.global_batch 7 is not train.micro_batch 2 x 1 ranks x a whole number: use 6 or 8"),
     (["--data.mix", "web"], "data.mix web: write it as web=0.7 code=0.3"),
 ])
 def test_an_impossible_option_is_refused_at_once(options, tmp_path, monkeypatch, change, words):
@@ -416,6 +424,27 @@ def test_a_restart_count_that_is_no_number_is_told(options, tmp_path, monkeypatc
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "x")
     with pytest.raises(UserError, match="TORCHELASTIC_RESTART_COUNT='x'"):
         train.main([*options, "--run-dir", str(tmp_path / "run")])
+
+
+@pytest.mark.parametrize(("place", "restarts", "is_told"), [("resolve", "0", True), ("resolve", "1", False), ("repeated_stop", "1", False), ("watch_launcher", "1", True)])
+def test_a_restart_ends_without_a_word_until_it_knows_that_it_repeats_no_stop(monkeypatch, capsys, place, restarts, is_told):
+    def interrupted(*args): raise KeyboardInterrupt("SIGTERM")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+    monkeypatch.setattr(train, place, interrupted)
+    monkeypatch.setattr(sys, "argv", ["train"])
+    with pytest.raises(SystemExit) as ended: run_command(train.main)
+    assert (ended.value.code, capsys.readouterr().err) == (130, "interrupted by SIGTERM\n" * is_told)
+
+
+def test_a_stop_that_is_repeated_is_not_cut_off_by_the_launchers_signal(monkeypatch, capsys, tmp_path):
+    def repeats(run_dir): return 2
+    def say_them(): whole(), os.kill(os.getpid(), signal.SIGTERM)
+    whole = train.say_last_words
+    monkeypatch.setattr(train, "repeated_stop", repeats)
+    monkeypatch.setattr(train, "say_last_words", say_them)
+    monkeypatch.setattr(sys, "argv", ["train", "--run-dir", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended: run_command(train.main)
+    assert (ended.value.code, capsys.readouterr().err) == (2, "")
 
 
 def test_a_full_disk_is_one_line(options, tmp_path, monkeypatch, capsys):
@@ -495,6 +524,21 @@ def test_what_a_state_can_not_follow_is_not_offered(change, key):
     with pytest.raises(UserError) as error: check_resume(old, build_config(old.model_dump(), change), 3)
     assert key in str(error.value) and "--allow-change" not in str(error.value)
     with pytest.raises(UserError, match=f"--allow-change can't help with {key}"): check_resume(old, build_config(old.model_dump(), change), 3, allow=(key,))
+
+
+@pytest.mark.parametrize("change", [{"kind": "deepspeed"}, {"kind": "deepspeed", "zero_stage": 3}])
+def test_another_engine_is_not_offered_once_its_state_was_saved(change):
+    old = build_config({})
+    new = build_config(old.model_dump(), {"engine": change})
+    for before, after in ((old, new), (new, old)):
+        with pytest.raises(UserError, match="engine.kind = ") as error: check_resume(before, after, 3)
+        assert "--allow-change" not in str(error.value)
+        with pytest.raises(UserError, match="or --allow-change engine.kind"): check_resume(before, after, 0)
+    with pytest.raises(UserError, match="or --allow-change engine.kind"): check_resume(old, build_config(old.model_dump(), {"engine": {"kind": "deepspeed", "zero_stage": 0}}), 3)
+    beside = build_config(new.model_dump(), {"engine": {"offload": "cpu"}})
+    with pytest.raises(UserError, match="or --allow-change engine.offload"): check_resume(new, beside, 3)
+    with pytest.raises(UserError) as error: check_resume(beside, build_config(new.model_dump(), {"engine": {"offload": "nvme"}}), 3)
+    assert "--allow-change" not in str(error.value)
 
 
 def give_away(path, seed):

@@ -153,6 +153,6 @@ def test_brackets_in_a_runs_name_are_no_markup(tmp_path, capsys):
     run = tmp_path / "a[" / "]b"
     run.mkdir(parents=True)
     (run / "log.jsonl").write_text("[1]\n")
-    (run / "stopped.json").write_text("[1]")
+    (run / "stopped.json").write_text(json.dumps({"reason": "parameter '[/x][bold]' is not in the optimizer"}))
     assert main(["diagnose", str(run)]) == 1
     assert capsys.readouterr().out

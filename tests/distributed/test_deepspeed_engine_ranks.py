@@ -10,6 +10,7 @@ import torch
 from ranks import run_ranks, server_with_torch
 from test_distributed_ranks import parts_of
 from test_train_ranks import command, errors, finish, forked, losses
+from torch.utils.cpp_extension import get_default_build_root
 
 from llm_from_scratch.checkpointing import load_checkpoint, load_run, pack_state, verify_checkpoint, write_checkpoint
 from llm_from_scratch.config import ModelConfig, build_config
@@ -32,13 +33,13 @@ def loaded_server():
         yield
 
 
-def make(ranks, stage, *, dtype=torch.float32, own=None, loss=next_token_loss, recomputed=(), **sections):
+def make(ranks, stage, *, shape=SHAPE, dtype=torch.float32, own=None, loss=next_token_loss, recomputed=(), **sections):
     "An engine like any run's; every weight of stage 3 is cut, which DeepSpeed would spare such small ones."
     torch.manual_seed(ranks.rank)
     engine = {"kind": "deepspeed" if stage else "ddp", "zero_stage": stage, "deepspeed_config": str(own) if own and stage else None}
     sections = {"optim": dict(kind="adamw", lr=3e-3), **sections}
     config = build_config({"train": dict(global_batch=12, micro_batch=2, loss_scale=1024.0), "engine": engine}, sections)
-    model = Transformer(SHAPE)
+    model = Transformer(shape)
     model.recomputed = frozenset(recomputed)
     if config.train.weights == "bf16":
         model.bfloat16()
@@ -165,6 +166,38 @@ def test_ckpt_6_another_number_of_ranks_goes_on_with_the_same_curve(tmp_path, st
     for num_ranks in (1, 3):
         found = run_ranks(second_half, num_ranks, path, stage, own, timeout_seconds=150)[0]
         assert found[0] == pytest.approx(expected[0], rel=1e-6) and found[1] == pytest.approx(expected[1], rel=1e-6)
+
+
+WIDE = SHAPE.model_copy(update=dict(hidden_size=128, num_layers=4))  # DeepSpeed moves nothing below a MiB to a disk
+IS_BUILT = any(Path(get_default_build_root()).glob("*/async_io/async_io.so"))
+
+
+def on_disk(ranks, folder, offload):
+    "Losses of six steps with a save after three, and those of the last three after going back in the same engine; the files on the disk."
+    engine = make(ranks, 3, shape=WIDE, engine=dict(kind="deepspeed", zero_stage=3, offload=offload, nvme_path=str(folder / "first")))
+    first = train(engine, ranks, range(3))[0]
+    path = save(engine, folder / offload, 3)
+    rest = train(engine, ranks, range(3, 6))[0]
+    load(engine, path)
+    return first + rest, train(engine, ranks, range(3, 6))[0], [file.name for file in folder.glob("first/**/*.swp")], path
+
+
+def from_disk(ranks, folder, path):
+    engine = make(ranks, 3, shape=WIDE, engine=dict(kind="deepspeed", zero_stage=3, offload="nvme", nvme_path=str(folder / "second")))
+    load(engine, path)
+    return train(engine, ranks, range(3, 6))[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not IS_BUILT, reason="DeepSpeed's async_io has not been compiled: minutes, and libaio's headers")
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_moments_on_a_disk_train_as_in_memory_and_resume_exactly(tmp_path, num_ranks):
+    memory, again, files, _ = run_ranks(on_disk, num_ranks, tmp_path, "none", timeout_seconds=150)[0]
+    assert again == memory[3:] and not files
+    disk, again, files, path = run_ranks(on_disk, num_ranks, tmp_path, "nvme", timeout_seconds=150)[0]
+    assert disk == pytest.approx(memory, rel=1e-5) and again == disk[3:]
+    assert {name.split("-")[0] for name in files if "gradient" not in name} >= {"exp_avg", "exp_avg_sq"}
+    assert run_ranks(from_disk, num_ranks, tmp_path, path, timeout_seconds=150)[0] == disk[3:]
 
 
 def overflow(ranks, stage):
