@@ -8,9 +8,9 @@ __all__ = ['DISK_ERRORS', 'MEETING', 'REPEAT_SECONDS', 'RANK_VARIABLES', 'ADDRES
            'UserError', 'say_last_words', 'interruptible', 'run_command', 'hash_json', 'Ranks', 'read_ranks',
            'choose_device', 'meet_anew', 'open_process_group', 'close_process_group', 'seed_everything',
            'set_deterministic', 'set_debug', 'cpu_flags', 'has_fast_bf16', 'choose_dtype', 'why_not_compile',
-           'usable_cores', 'describe_code', 'environment_report', 'environment_fingerprint', 'open_log', 'Check',
-           'declared_requirements', 'check_versions', 'check_disk', 'check_shared_memory', 'check_ranks', 'check_port',
-           'check_threads', 'check_search_path', 'preflight', 'main']
+           'usable_cores', 'describe_code', 'driver_version', 'environment_report', 'environment_fingerprint',
+           'open_log', 'Check', 'declared_requirements', 'check_versions', 'check_disk', 'check_shared_memory',
+           'check_ranks', 'check_port', 'check_threads', 'check_search_path', 'preflight', 'main']
 
 # %% ../nbs/00_env.ipynb #3a974c5d
 import argparse
@@ -46,6 +46,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+import pynvml
 from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
@@ -401,6 +402,13 @@ def _describe_gpu(index: int) -> dict[str, Any]:
     return dict(name=properties.name, capability=f"{properties.major}.{properties.minor}",
                 memory_bytes=properties.total_memory)
 
+def driver_version() -> str | None: # None without an NVIDIA driver
+    "The version of the NVIDIA driver, which is no Python package: NVML tells it."
+    try:
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except pynvml.NVMLError: return None
+
 def environment_report() -> dict[str, Any]: # plain JSON: versions, platform, CPU, memory, GPUs, code
     "Describe all of this machine that a result could depend on."
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -414,7 +422,7 @@ def environment_report() -> dict[str, Any]: # plain JSON: versions, platform, CP
                  num_cores=usable_cores(), num_threads=torch.get_num_threads()),
         memory=dict(total_bytes=psutil.virtual_memory().total),
         gpus=[_describe_gpu(index) for index in range(num_gpus)],
-        cuda=torch.version.cuda,
+        cuda=torch.version.cuda, driver=driver_version(),
         code=describe_code(),
     )
 

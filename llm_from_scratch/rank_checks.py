@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['OF_ONE_MACHINE', 'NUM_ROUNDS', 'MAX_CLOCK_OFFSET_SECONDS', 'PERIOD', 'MIN_GBIT_PER_SECOND', 'DISTANCES',
-           'SPARE_FILES', 'WATCHED', 'say_ranks', 'say_number', 'driver_version', 'environment_facts', 'differences',
+           'SPARE_FILES', 'WATCHED', 'say_ranks', 'say_number', 'environment_facts', 'differences',
            'check_environments', 'measure_clock', 'check_clocks', 'known_values', 'count_wrong', 'try_all_reduce',
            'Speed', 'speed_of', 'check_sums', 'check_bandwidth', 'binding', 'check_bindings', 'gpu_topology',
            'process_limit', 'check_files', 'check_port_range', 'check_locked_memory', 'check_copies']
@@ -52,14 +52,6 @@ def say_number(
     if number == math.inf: return "unlimited"
     return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
 
-# %% ../nbs/05fa_rank_checks.ipynb #e4642043
-def driver_version() -> str | None: # None without an NVIDIA driver
-    "The version of the NVIDIA driver."
-    try:
-        pynvml.nvmlInit()
-        return str(pynvml.nvmlSystemGetDriverVersion())
-    except pynvml.NVMLError: return None
-
 # %% ../nbs/05fa_rank_checks.ipynb #d6f708d1
 OF_ONE_MACHINE = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_DEBUG_FILE", "NCCL_TOPO_FILE", "NCCL_TOPO_DUMP_FILE") # may differ between machines
 
@@ -74,7 +66,7 @@ def environment_facts(
     chip = report["gpus"][device.index or 0]["name"] if on_gpu else report["cpu"]["capability"]
     settings = {name: value for name, value in sorted(environ.items())
                 if name.startswith(("NCCL_", "TORCH_NCCL_", "TORCH_FR_")) and name not in OF_ONE_MACHINE}
-    return {"python": report["python"], **report["packages"], "CUDA": report["cuda"], "NCCL": nccl, "driver": driver_version(), "device": f"{device.type} {chip}",
+    return {"python": report["python"], **report["packages"], "CUDA": report["cuda"], "NCCL": nccl, "driver": report["driver"], "device": f"{device.type} {chip}",
             "code": code["sha256"] and code["sha256"][:12], "commit": code["commit"] and code["commit"][:12] + " and edits" * bool(code["dirty"]), **settings}
 
 # %% ../nbs/05fa_rank_checks.ipynb #82c46da3

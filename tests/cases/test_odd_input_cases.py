@@ -26,7 +26,7 @@ from llm_from_scratch.evaluation_cards import TEXT_KINDS, read_card
 from llm_from_scratch.job_checks import CURES, check_options
 from llm_from_scratch.live_page import RunView
 from llm_from_scratch.monitoring import cut_back, parse_row, read_metrics, read_report, readable, series, summarize, undrawn
-from llm_from_scratch.slowdown import best_and_last, measure_steps, read_record, record_signals
+from llm_from_scratch.slowdown import best_and_last, measure_steps, ranking, read_record, sides
 from llm_from_scratch.troubleshooting import KEPT, Diagnosis, Evidence, Finding, Rule, growth, left_out, read_log, readable_rows
 from llm_from_scratch.wikitext import main as wikitext_main
 
@@ -301,7 +301,7 @@ def test_cards_with_values_that_no_evaluation_gives(tmp_path, change):
 @pytest.mark.parametrize("name", ["env.json", "speed.json"])
 @pytest.mark.parametrize(
     "text",
-    ["[]", "5", "null", '{"packages": []}', '{"machine": 5}', '{"machine": {"core_share": "x"}}', '{"steps": {"wait_share": null}}', '{"steps": {"flops_per_token": 1e999}}', "{", "9" * 5000],
+    ["[]", "5", "null", '{"packages": []}', '{"machine": 5}', '{"machine": {"core_share": "x"}}', '{"steps": {"data_wait_share": null}}', '{"steps": {"flops_per_token": 1e999}}', "{", "9" * 5000],
 )
 def test_a_record_of_another_kind_is_named(tmp_path, name, text):
     (tmp_path / name).write_text(text)
@@ -312,9 +312,13 @@ def test_a_record_of_another_kind_is_named(tmp_path, name, text):
 @pytest.mark.parametrize("value", ODD, ids=str)
 def test_slowdown_reads_what_numbers_there_are(tmp_path, value):
     rows = [row | dict(tokens=value, tokens_per_second=value) if at % 2 else row for at, row in enumerate(ROWS)]
-    assert best_and_last(rows)["best"] == 640.0
+    assert best_and_last(rows)["best"]["tokens_per_second"] == 640.0
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert record_signals(tmp_path) is not None
+    assert ranking(*sides(tmp_path, {"machine": {}, "steps": {}}))
+    names = ("step_seconds", "data_wait_share", "process_cpu_percent", "disk_await_ms", "device_reserved_bytes", "device_allocated_bytes", "gpu_used_bytes", "gpu_throttle")
+    rows = [dict(step=step, tokens_per_second=640.0) | dict.fromkeys(names, value) for step in range(1, 12)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert ranking(*sides(tmp_path, {"machine": {}, "steps": {}}))
 
 
 def test_steps_are_measured_longer_than_a_small_corpus_lasts(monkeypatch):
