@@ -380,7 +380,7 @@ def _trace_command(arguments: list[str]) -> int:
     return 0
 
 def _lineage_command(arguments: list[str]) -> int:
-    parser = CommandParser(prog="python -m llm_from_scratch.corpus lineage", description="List the inputs behind a corpus or a shard.")
+    parser = CommandParser(prog="python -m llm_from_scratch.corpus lineage", description="List the inputs behind a corpus or a shard, a line each: documents from it, state (there, changed, gone, not checked), SHA-256, name.")
     parser.add_argument("path", help="a corpus, or one of its shards")
     for line in lineage(parser.parse_args(arguments).path):
         name = line["file"].encode("utf-8", "backslashreplace").decode()
