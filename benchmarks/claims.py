@@ -24,7 +24,7 @@ from llm_from_scratch.config import build_config
 from llm_from_scratch.dataloader import IGNORED, Batch, endless
 from llm_from_scratch.env import Ranks
 from llm_from_scratch.launch import StopRequest, keep_freed_memory, set_threads
-from llm_from_scratch.train import Training, build_training, fit, prepare_data, train_on, validate
+from llm_from_scratch.training_loop import Training, build_training, fit, prepare_data, train_on, validate
 
 RESULTS, PAD = Path(__file__).parent / "results" / "claims.jsonl", 0
 PLAIN = {"model": dict(hidden_size=64, num_layers=4, num_heads=4, num_kv_heads=4, max_seq_len=128), "tokenizer": dict(vocab_size=512, train_bytes=2_000_000),

@@ -28,7 +28,7 @@ from llm_from_scratch.dataloader import endless
 from llm_from_scratch.env import Ranks
 from llm_from_scratch.launch import keep_freed_memory, set_threads
 from llm_from_scratch.prefetch import read_ahead
-from llm_from_scratch.train import build_training, prepare_data, train_on
+from llm_from_scratch.training_loop import build_training, prepare_data, train_on
 
 RESULTS = Path(__file__).parent / "results" / "claims_timing.jsonl"
 SMALL = {"model": dict(hidden_size=64, num_layers=4, num_heads=4, num_kv_heads=4, max_seq_len=128), "tokenizer": dict(vocab_size=512, train_bytes=2_000_000),

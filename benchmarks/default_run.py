@@ -19,7 +19,8 @@ from llm_from_scratch.dataloader import endless
 from llm_from_scratch.env import Ranks, set_deterministic
 from llm_from_scratch.launch import keep_freed_memory, set_threads
 from llm_from_scratch.optim import set_lr
-from llm_from_scratch.train import build_training, prepare_data, run, split_batch
+from llm_from_scratch.train import run
+from llm_from_scratch.training_loop import build_training, prepare_data, split_batch
 
 RESULTS = Path(__file__).parent / "results" / "default_run.json"
 

@@ -27,7 +27,7 @@ from llm_from_scratch.launch import keep_freed_memory, set_threads
 from llm_from_scratch.optim import set_lr
 from llm_from_scratch.token_shards import encode_documents, open_shards, write_shards
 from llm_from_scratch.tokenizer import Tokenizer
-from llm_from_scratch.train import Data, build_training, split_batch, validate
+from llm_from_scratch.training_loop import Data, build_training, split_batch, validate
 from llm_from_scratch.warc import WarcReader
 
 RESULTS = Path(__file__).parent / "results" / "does_cleaning_pay.jsonl"

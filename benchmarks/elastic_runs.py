@@ -32,17 +32,17 @@ OPTIONS = [
 
 def be_training() -> None:
     "Train without a report; a rank that is alone takes its time, so that another one can come."
-    from llm_from_scratch import train
+    from llm_from_scratch import train, training_loop
     from llm_from_scratch.env import run_command
 
     train.tell = lambda *arguments: None
-    take_step = train.train_on
+    take_step = training_loop.train_on
 
     def train_on(training, *arguments):
         time.sleep(0.25 * (training.ranks.world_size == 1))
         return take_step(training, *arguments)
 
-    train.train_on = train_on
+    training_loop.train_on = train_on
     del sys.argv[1]
     run_command(train.main)
 

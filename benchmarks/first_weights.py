@@ -17,7 +17,7 @@ from llm_from_scratch.dataloader import endless
 from llm_from_scratch.env import Ranks
 from llm_from_scratch.launch import keep_freed_memory, set_threads
 from llm_from_scratch.optim import set_lr
-from llm_from_scratch.train import build_training, prepare_data, split_batch
+from llm_from_scratch.training_loop import build_training, prepare_data, split_batch
 
 RESULTS = Path(__file__).parent / "results" / "first_weights.jsonl"
 

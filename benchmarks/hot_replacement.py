@@ -24,7 +24,7 @@ from llm_from_scratch.env import Ranks, hash_json, seed_everything
 from llm_from_scratch.hot_replacement import BatchesByStep, join_groups, open_lighthouse, own_share, read_lighthouse, replica_step
 from llm_from_scratch.moe import build_model
 from llm_from_scratch.optim import Schedule, build_optimizer, set_lr
-from llm_from_scratch.train import prepare_data
+from llm_from_scratch.training_loop import prepare_data
 
 RESULTS = Path(__file__).parent / "results" / "hot_replacement.jsonl"
 SMALL = {"model": dict(hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, max_seq_len=64), "tokenizer": dict(vocab_size=512, train_bytes=2_000_000),

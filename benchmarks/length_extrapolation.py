@@ -19,7 +19,7 @@ from llm_from_scratch.config import Config, build_config
 from llm_from_scratch.dataloader import endless
 from llm_from_scratch.env import Ranks
 from llm_from_scratch.launch import keep_freed_memory, set_threads
-from llm_from_scratch.train import build_training, prepare_data, train_on
+from llm_from_scratch.training_loop import build_training, prepare_data, train_on
 
 RESULTS = Path(__file__).parent / "results" / "length_extrapolation.jsonl"
 TRAINED, READ, BUCKET, ROWS = 256, 1024, 64, 48

@@ -17,7 +17,7 @@ from llm_from_scratch.dataloader import endless
 from llm_from_scratch.env import Ranks, environment_report
 from llm_from_scratch.launch import keep_freed_memory, set_threads
 from llm_from_scratch.optim import set_lr
-from llm_from_scratch.train import build_training, prepare_data, split_batch, validate
+from llm_from_scratch.training_loop import build_training, prepare_data, split_batch, validate
 
 RESULTS = Path(__file__).parent / "results" / "optimizer_choice.jsonl"
 CHOICES = {"muon": {}, "adamw": {}}  # their default rates; adamw: the best of 2e-3, 3e-3 and 5e-3 in runs of 0.4 million tokens

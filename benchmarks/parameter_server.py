@@ -29,7 +29,7 @@ from llm_from_scratch.env import Ranks, open_process_group, read_ranks, seed_eve
 from llm_from_scratch.eval import evaluate_loader
 from llm_from_scratch.moe import build_model
 from llm_from_scratch.optim import Schedule, build_optimizer, set_lr
-from llm_from_scratch.train import prepare_data
+from llm_from_scratch.training_loop import prepare_data
 
 RESULTS = Path(__file__).parent / "results" / "parameter_server.jsonl"
 CPU, ROWS, PAUSE_SECONDS, ZERO_2 = torch.device("cpu"), 8, 1.0, EngineConfig(kind="deepspeed", zero_stage=2)

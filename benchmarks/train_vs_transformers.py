@@ -22,7 +22,7 @@ from llm_from_scratch.env import Ranks, environment_report
 from llm_from_scratch.launch import keep_freed_memory, schedule_lr, set_threads
 from llm_from_scratch.model import Transformer
 from llm_from_scratch.optim import param_groups, set_lr
-from llm_from_scratch.train import build_training, prepare_data, split_batch
+from llm_from_scratch.training_loop import build_training, prepare_data, split_batch
 
 RESULTS = Path(__file__).parent / "results" / "train_vs_transformers.jsonl"
 NAMES = {"embedding": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head", "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",

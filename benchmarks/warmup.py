@@ -13,7 +13,7 @@ from llm_from_scratch.config import build_config
 from llm_from_scratch.dataloader import endless
 from llm_from_scratch.env import Ranks
 from llm_from_scratch.launch import keep_freed_memory, set_threads
-from llm_from_scratch.train import build_training, prepare_data, train_on, validate
+from llm_from_scratch.training_loop import build_training, prepare_data, train_on, validate
 
 RESULTS = Path(__file__).parent / "results" / "warmup.jsonl"
 SMALL = {"model": dict(hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, max_seq_len=64), "tokenizer": dict(vocab_size=512, train_bytes=2_000_000),

@@ -20,7 +20,7 @@ from llm_from_scratch.dataloader import endless
 from llm_from_scratch.distributed import gather_objects
 from llm_from_scratch.env import Ranks, choose_device, close_process_group, open_process_group, read_ranks
 from llm_from_scratch.launch import set_threads
-from llm_from_scratch.train import build_training, prepare_data, train_on
+from llm_from_scratch.training_loop import build_training, prepare_data, train_on
 
 RESULTS = Path(__file__).parent / "results" / "zero_stages.jsonl"
 SMALL = {"model": dict(hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, max_seq_len=64), "tokenizer": dict(vocab_size=513, train_bytes=2_000_000),

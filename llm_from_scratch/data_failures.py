@@ -39,6 +39,7 @@ from .troubleshooting import Evidence, Finding, failure, growth, practice_run, r
 
 # %% ../nbs/08a_data_failures.ipynb #033ce2b8
 def _train(): return import_module("llm_from_scratch.train") # a later notebook
+def _loop(): return import_module("llm_from_scratch.training_loop") # only where a run is made: it takes a second to load
 
 def documents_of(
     shards: TokenShards, # of one split
@@ -167,14 +168,13 @@ def slow_reading(
     seconds: float, # a batch
 ) -> tuple:         # patches for practice_run
     "A loader that takes its time, and metrics that say how long was waited."
-    train = _train()
-    endless, log = train.endless, train.MetricsWriter.log
+    endless, log = _loop().endless, _train().MetricsWriter.log
     def wait(loader):
         for batch in endless(loader):
             time.sleep(seconds)
             yield batch
     def log_waits(writer, step, **values): log(writer, step, **{"data_wait_share": min(1.0, seconds / values["step_seconds"]), **values})
-    return mock.patch.object(train, "endless", wait), mock.patch.object(train.MetricsWriter, "log", log_waits)
+    return mock.patch.object(_loop(), "endless", wait), mock.patch.object(_train().MetricsWriter, "log", log_waits)
 
 @failure("loader-starves-device")
 def starve(
@@ -203,9 +203,9 @@ def keep_batches(
     folder: Path, # gets the run
 ) -> Path:
     "A loader that remembers what it handed out."
-    kept, endless = [], _train().endless
+    kept, endless = [], _loop().endless
     remember = lambda loader: (kept.append(batch) or batch for batch in endless(loader))
-    run = practice_run(folder, {"eval": dict(every_steps=3)}, patches=(mock.patch.object(_train(), "endless", remember),))
+    run = practice_run(folder, {"eval": dict(every_steps=3)}, patches=(mock.patch.object(_loop(), "endless", remember),))
     assert growth(Evidence(run).log, "live_batches")[0] > 0
     return run
 
@@ -229,8 +229,8 @@ def repeat_batches(
     folder: Path, # gets the run
 ) -> Path:
     "Two workers over one stream, taken in turn."
-    endless = _train().endless
-    run = practice_run(folder, patches=(mock.patch.object(_train(), "endless", lambda loader: (batch for each in endless(loader) for batch in (each, each))),))
+    endless = _loop().endless
+    run = practice_run(folder, patches=(mock.patch.object(_loop(), "endless", lambda loader: (batch for each in endless(loader) for batch in (each, each))),))
     assert len({row["batch"] for row in Evidence(run).metrics}) == 6
     return run
 
@@ -258,13 +258,13 @@ def count_twice(
     rows: int | None = None, # as a sampler that shuffles and takes so many; None: one that counts rows twice
 ) -> Path:
     "A validation whose last batch is filled up with rows that were there before."
-    evaluate = _train().evaluate_loader
+    evaluate = _loop().evaluate_loader
     def evaluate_again(model, loader, *where, **options):
         batches = list(loader)
         if rows is None: return evaluate(model, batches + batches[:1], *where, **options)
         order = torch.randperm(len(batches))[:rows]
         return evaluate(model, [batches[number] for number in order], *where, **options)
-    run = practice_run(folder, {"eval": dict(every_steps=4)}, patches=(mock.patch.object(_train(), "evaluate_loader", evaluate_again),))
+    run = practice_run(folder, {"eval": dict(every_steps=4)}, patches=(mock.patch.object(_loop(), "evaluate_loader", evaluate_again),))
     assert Evidence(run).records("validation")[0]["val_tokens"] != whole_split(Evidence(run))
     return run
 
@@ -331,8 +331,8 @@ def forget_eval(
     folder: Path, # gets the run
 ) -> Path:
     "An evaluation without eval() and without no_grad()."
-    evaluate = _train().evaluate_loader.__wrapped__ # as it stands under its decorator
-    patches = mock.patch.object(_train(), "evaluate_loader", evaluate), mock.patch.dict(evaluate.__globals__, evaluation_mode=nullcontext)
+    evaluate = _loop().evaluate_loader.__wrapped__ # as it stands under its decorator
+    patches = mock.patch.object(_loop(), "evaluate_loader", evaluate), mock.patch.dict(evaluate.__globals__, evaluation_mode=nullcontext)
     run = practice_run(folder, patches=patches)
     assert Evidence(run).records("validation")[0]["val_training"]
     return run
@@ -455,7 +455,7 @@ def rewrite_shard(
     folder: Path, # gets the run, and a cache of its own beside it
 ) -> Path:
     "Other tokens in the same file, from the third step on."
-    split, calls = _train().split_batch, []
+    split, calls = _loop().split_batch, []
     def rewrite_once(batch, rows):
         calls.append(len(calls))
         if len(calls) == 3:
@@ -465,7 +465,7 @@ def rewrite_shard(
             tokens.flush()
         return split(batch, rows)
     cache = {"data": dict(cache_dir=str(folder.with_name(f"{folder.name}-cache")))}
-    run = practice_run(folder, cache, patches=(mock.patch.object(_train(), "split_batch", rewrite_once),))
+    run = practice_run(folder, cache, patches=(mock.patch.object(_loop(), "split_batch", rewrite_once),))
     assert verify_manifest(Path(Evidence(run).records("start")[0]["train"]))
     return run
 

@@ -12,7 +12,6 @@ __all__ = ['STRETCH_TOKENS', 'MOST_TOKENS', 'SPAN_TOKENS', 'SEEN', 'OVERFIT_STEP
 
 # %% ../nbs/08e_job_checks.ipynb #c58eb871
 import argparse
-import importlib
 import json
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from . import training_loop
 from .accounting import memory_by_component, stored_shapes
 from .artifacts import write_atomic
 from .certify import certify
@@ -401,7 +401,7 @@ def attempt(
 
 # %% ../nbs/08e_job_checks.ipynb #b03442f1
 def data_checks(
-    data, # `Data` of 09_train: tokenizer, train, val
+    data, # `Data` of 07k_training_loop: tokenizer, train, val
 ) -> list[JobCheck]:
     "Ids, borders, tokenizer and overlap of both splits."
     splits = {"train": data.train, "val": data.val}
@@ -411,7 +411,7 @@ def data_checks(
 
 # %% ../nbs/08e_job_checks.ipynb #73cad0d5
 def model_checks(
-    training, # `Training` of 09_train at step 0; its weights change
+    training, # `Training` of 07k_training_loop at step 0; its weights change
     note: str = "", # added to the evidence
 ) -> list[JobCheck]:
     "Labels, gradients, causality, masks, and one batch by heart."
@@ -436,11 +436,10 @@ def check_job(
     leave_out: tuple[str, ...] = (), # names of checks, "kill and resume" for one
 ) -> list[JobCheck]:
     "Every check before a job, in the order of their cost."
-    loop = importlib.import_module("llm_from_scratch.train") # comes after this module
     found = [*environment_checks(run_dir), check_plan(config, run_dir, world_size=world_size, resume=resume)]
     prepared: list = []
     def open_data():
-        prepared.append(loop.prepare_data(config))
+        prepared.append(training_loop.prepare_data(config))
         return data_checks(prepared[0])
     found += attempt("data", open_data)
     if not prepared: return found
@@ -449,7 +448,7 @@ def check_job(
     found.append(check_fit(config, data.tokenizer.vocab_size, dtype, there=there, world_size=world_size, copies_state=device.type == "cpu" and config.checkpoint.background))
     is_big = count_weights(config, data.tokenizer.vocab_size) > MOST_PARAMETERS or config.engine.kind != "ddp" or found[-1].verdict == "fail"
     tried = small_copy(config) if is_big else config
-    found += attempt("model", lambda: model_checks(loop.build_training(tried, data, Ranks()), "; on a copy of two layers" * is_big))
+    found += attempt("model", lambda: model_checks(training_loop.build_training(tried, data, Ranks()), "; on a copy of two layers" * is_big))
     if "kill and resume" not in leave_out: found += attempt("kill and resume", lambda: [check_resume(config)])
     return [check for check in found if check.name not in leave_out]
 

@@ -406,11 +406,14 @@ def remove_stub(
 def next_commands(
     run_dir: Path,          # of a finished or stopped run
     prompt: str = "def ",   # text to go on from
+    *,
+    num_steps: int | None = None, # of a complete run: it can't be resumed, but extended to twice as many
 ) -> dict[str, str]:        # name -> shell command
     "The three commands to try after a run."
     where, python = shlex.quote(str(run_dir)), "python -m llm_from_scratch"
+    resume = f"torchrun -m llm_from_scratch.train --run-dir {where} --resume auto"
     return {
-        "resume": f"torchrun -m llm_from_scratch.train --run-dir {where} --resume auto",
+        **({"resume": resume} if num_steps is None else {"extend": f"{resume} --train.steps {2 * num_steps}"}),
         "generate": f"{python}.generate --run-dir {where} --prompt {shlex.quote(prompt)}",
         "evaluate": f"{python}.eval --run-dir {where} --text README.md",
     }

@@ -26,7 +26,7 @@ from .launch import schedule_lr
 from .troubleshooting import Evidence, Finding, failure, practice_run, rule
 
 # %% ../nbs/08b_numeric_failures.ipynb #ce5828da
-def _train(): return import_module("llm_from_scratch.train") # a later notebook
+def _loop(): return import_module("llm_from_scratch.training_loop") # only where a run is made: it takes a second to load
 
 def not_finite(
     evidence: Evidence, # of a run
@@ -71,8 +71,8 @@ def forget_scheduler(
     folder: Path, # gets the run
 ) -> Path:
     "The rate of step 0 in every step."
-    set_lr = _train().set_lr
-    run = practice_run(folder, patches=(mock.patch.object(_train(), "set_lr", lambda optimizer, step, schedule: set_lr(optimizer, 0, schedule)),))
+    set_lr = _loop().set_lr
+    run = practice_run(folder, patches=(mock.patch.object(_loop(), "set_lr", lambda optimizer, step, schedule: set_lr(optimizer, 0, schedule)),))
     assert len({row["lr"] for row in Evidence(run).metrics}) == 1
     return run
 
@@ -93,8 +93,8 @@ def step_scheduler_twice(
     folder: Path, # gets the run
 ) -> Path:
     "A schedule that moves by two."
-    set_lr = _train().set_lr
-    run = practice_run(folder, patches=(mock.patch.object(_train(), "set_lr", lambda optimizer, step, schedule: set_lr(optimizer, 2 * step, schedule)),))
+    set_lr = _loop().set_lr
+    run = practice_run(folder, patches=(mock.patch.object(_loop(), "set_lr", lambda optimizer, step, schedule: set_lr(optimizer, 2 * step, schedule)),))
     rates = Evidence(run).column("lr")[1]
     assert rates[6] == rates[-1] < rates[0]
     return run
@@ -192,12 +192,12 @@ def lose_parameter(
     folder: Path, # gets the run
 ) -> Path:
     "A group without one of its matrices, in a loop that does not check."
-    build = _train().build_optimizer
+    build = _loop().build_optimizer
     def build_without(model, options):
         optimizer = build(model, options)
         optimizer.param_groups[0]["params"] = [p for p in optimizer.param_groups[0]["params"] if p is not model.blocks[1].attention.query.weight]
         return optimizer
-    run = practice_run(folder, patches=(mock.patch.object(_train(), "build_optimizer", build_without), mock.patch("llm_from_scratch.distributed.check_wiring")))
+    run = practice_run(folder, patches=(mock.patch.object(_loop(), "build_optimizer", build_without), mock.patch("llm_from_scratch.distributed.check_wiring")))
     assert forgotten_parameters(Evidence(run).state(run / "checkpoints" / "step_00000012"))
     return run
 
@@ -221,12 +221,12 @@ def cut_gradient(
     folder: Path, # gets the run
 ) -> Path:
     "A block whose MLP is computed on a detached copy, in a loop that does not check."
-    build = _train().build_model
+    build = _loop().build_model
     def build_cut(*arguments, **options):
         model = build(*arguments, **options)
         model.blocks[1].mlp.register_forward_hook(lambda module, inputs, output: output.detach())
         return model
-    run = practice_run(folder, patches=(mock.patch.object(_train(), "build_model", build_cut), mock.patch("llm_from_scratch.distributed.check_wiring")))
+    run = practice_run(folder, patches=(mock.patch.object(_loop(), "build_model", build_cut), mock.patch("llm_from_scratch.distributed.check_wiring")))
     state = Evidence(run).state(run / "checkpoints" / "step_00000012")["engine"]["optimizer"]
     assert 0 < len(state["moments"]) < len(state["names"])
     return run
@@ -267,7 +267,7 @@ def swing(
         for group in optimizer.param_groups: group.update(peak_lr=4.0, floor_lr=0.4)
         return optimizer
     options = {"train": dict(steps=40), "optim": dict(schedule="constant", max_grad_norm=max_norm), "eval": dict(every_steps=40), "checkpoint": dict(every_steps=40)}
-    run = practice_run(folder, options, patches=(mock.patch.object(_train(), "build_optimizer", build),))
+    run = practice_run(folder, options, patches=(mock.patch.object(_loop(), "build_optimizer", build),))
     assert max_norm < 1 or len(rises(Evidence(run))) > 2
     return run
 
@@ -290,12 +290,12 @@ def leave_temperature(
     folder: Path, # gets the run
 ) -> Path:
     "Experts whose router has large weights, and the temperature of 1."
-    build = _train().build_model
+    build = _loop().build_model
     def build_sure(*arguments, **options):
         model = build(*arguments, **options)
         for block in model.blocks: block.mlp.router.weight.data.mul_(2000)
         return model
-    run = practice_run(folder, {"model": dict(num_experts=4, experts_per_token=2, intermediate_size=32)}, patches=(mock.patch.object(_train(), "build_model", build_sure),))
+    run = practice_run(folder, {"model": dict(num_experts=4, experts_per_token=2, intermediate_size=32)}, patches=(mock.patch.object(_loop(), "build_model", build_sure),))
     assert Evidence(run).column("router_entropy")[1].max() < 0.1
     return run
 

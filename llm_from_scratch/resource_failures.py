@@ -24,6 +24,7 @@ from .troubleshooting import Evidence, Finding, failure, growth, practice_run, r
 
 # %% ../nbs/08ba_resource_failures.ipynb #b4ec453d
 def _train(): return import_module("llm_from_scratch.train") # a later notebook
+def _loop(): return import_module("llm_from_scratch.training_loop") # only where a run is made: it takes a second to load
 
 # %% ../nbs/08ba_resource_failures.ipynb #fee85923
 @failure("attention-on-slow-path")
@@ -53,12 +54,12 @@ def compile_again(
     folder: Path, # gets the run
 ) -> Path:
     "Batches trimmed to four lengths, each a new shape to a model that is compiled for fixed ones."
-    compile_model, split, cuts = torch.nn.Module.compile, _train().split_batch, iter(range(10**6))
+    compile_model, split, cuts = torch.nn.Module.compile, _loop().split_batch, iter(range(10**6))
     def trim(batch, rows):
         end = 32 - next(cuts) // 3
         return split(replace(batch, **{item.name: getattr(batch, item.name)[:, :end] for item in fields(batch) if item.name != "row_ids"}), rows)
     fixed = lambda module: compile_model(module, backend="eager", dynamic=False)
-    run = practice_run(folder, patches=(mock.patch.object(_train(), "split_batch", trim), mock.patch.object(torch.nn.Module, "compile", fixed), mock.patch.object(_train(), "wants_compile", lambda *asked: True)))
+    run = practice_run(folder, patches=(mock.patch.object(_loop(), "split_batch", trim), mock.patch.object(torch.nn.Module, "compile", fixed), mock.patch.object(_loop(), "wants_compile", lambda *asked: True)))
     assert np.ptp(Evidence(run).column("compiled_graphs")[1]) >= 3
     return run
 
@@ -124,8 +125,8 @@ def lose_accumulation(
     folder: Path, # gets the run
 ) -> Path:
     "A loop that takes the first of its four micro-batches only."
-    split = _train().split_batch
-    run = practice_run(folder, {"train": dict(micro_batch=1)}, patches=(mock.patch.object(_train(), "split_batch", lambda batch, rows: split(batch, rows)[:1]),))
+    split = _loop().split_batch
+    run = practice_run(folder, {"train": dict(micro_batch=1)}, patches=(mock.patch.object(_loop(), "split_batch", lambda batch, rows: split(batch, rows)[:1]),))
     assert Evidence(run).metrics[-1]["tokens"] == 12 * 32
     return run
 
@@ -156,7 +157,7 @@ def keep_graphs(
     def remember(model, batch, **options):
         kept.append(loss(model, batch, **options))
         return kept[-1]
-    run = practice_run(folder, {"eval": dict(every_steps=3)}, patches=(mock.patch.object(_train(), "next_token_loss", remember),))
+    run = practice_run(folder, {"eval": dict(every_steps=3)}, patches=(mock.patch.object(_loop(), "next_token_loss", remember),))
     assert growth(Evidence(run).log, "live_graphs")[0] > 0
     return run
 
@@ -181,11 +182,11 @@ def ask_too_much(
     folder: Path, # gets the run
 ) -> Path:
     "A step that wants all pairs of tokens of a large split at once."
-    split, calls = _train().split_batch, []
+    split, calls = _loop().split_batch, []
     def split_once(batch, rows):
         calls.append(len(calls))
         return split(batch, rows) if len(calls) < 5 else torch.empty(10**7, 10**7)
-    run = practice_run(folder, patches=(mock.patch.object(_train(), "split_batch", split_once),), crashes=(RuntimeError,))
+    run = practice_run(folder, patches=(mock.patch.object(_loop(), "split_batch", split_once),), crashes=(RuntimeError,))
     assert re.search(OUT_OF_MEMORY, Evidence(run).last_words)
     return run
 

@@ -11,7 +11,6 @@ __all__ = ['TAKEN', 'DIMENSIONS', 'WORTH', 'CHANGED', 'ASSUMED', 'WORSE', 'perce
            'slowdown_table', 'own_text', 'main']
 
 # %% ../nbs/08f_slowdown.ipynb #744960b3
-import importlib
 import json
 import os
 import sys
@@ -28,6 +27,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from . import training_loop
 from .artifacts import read_json, write_json
 from .checkpointing import read_run_config
 from .config import CommandParser
@@ -132,25 +132,25 @@ def measure_machine(
 
 # %% ../nbs/08f_slowdown.ipynb #6b91f642
 def measure_steps(
-    training,       # `Training` of 09_train; its weights change, and are not saved
+    training,       # `Training` of 07k_training_loop; its weights change, and are not saved
     seconds: float, # for the timed part; the profiled one takes two steps
 ) -> dict[str, Any]: # plain JSON
     "Where the time of a step goes."
-    loop, batches, device = importlib.import_module("llm_from_scratch.train"), endless(training.loader), training.device
+    batches, device = endless(training.loader), training.device
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     tokens, waited, stepped, end = 0, 0.0, 0.0, time.perf_counter() + seconds
-    for batch in islice(batches, 2): loop.train_on(training, batch, False) # the first steps compile and allocate
+    for batch in islice(batches, 2): training_loop.train_on(training, batch, False) # the first steps compile and allocate
     while time.perf_counter() < end or not tokens:
         begun = time.perf_counter()
         batch = next(batches)
         got = time.perf_counter()
-        tokens += loop.train_on(training, batch, False)[0].num_tokens
+        tokens += training_loop.train_on(training, batch, False)[0].num_tokens
         wait()
         waited, stepped = waited + got - begun, stepped + time.perf_counter() - got
     kinds = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * (device.type == "cuda")
     profile = torch.profiler.profile(activities=kinds, with_flops=True)
     with silence(): profile.start() # its C++ library speaks of its own probes, on standard error
-    try: profiled = sum(loop.train_on(training, batch, False)[0].num_tokens for batch in islice(batches, 2))
+    try: profiled = sum(training_loop.train_on(training, batch, False)[0].num_tokens for batch in islice(batches, 2))
     finally:
         with silence(): profile.stop()
     events = profile.key_averages()
@@ -163,11 +163,11 @@ def measure_steps(
 # %% ../nbs/08f_slowdown.ipynb #283c3393
 def build_probe(
     run: Path, # a run's folder
-):             # `Training` of 09_train at step 0; UserError where its data are gone
+):             # `Training` of 07k_training_loop at step 0; UserError where its data are gone
     "The run's own model, data and options, in this process."
-    loop, config = importlib.import_module("llm_from_scratch.train"), read_run_config(run)
+    config = read_run_config(run)
     set_threads(config.train.num_threads, Ranks())
-    return loop.build_training(config, loop.prepare_data(with_own_tokenizer(config, config, run)), Ranks())
+    return training_loop.build_training(config, training_loop.prepare_data(with_own_tokenizer(config, config, run)), Ranks())
 
 # %% ../nbs/08f_slowdown.ipynb #04c9df3d
 DIMENSIONS = ("hardware", "driver", "framework", "data", "algorithm")

@@ -9,7 +9,8 @@ from rich.console import Console
 from llm_from_scratch.alarms import Alarms
 from llm_from_scratch.config import AlarmConfig, build_config, load_preset
 from llm_from_scratch.env import Ranks, UserError
-from llm_from_scratch.train import build_training, prepare_data, watch_and_fit
+from llm_from_scratch.train import watch_and_fit
+from llm_from_scratch.training_loop import build_training, prepare_data
 
 QUICK = AlarmConfig(window=4, warmup_rows=3, effective_throughput=None)
 

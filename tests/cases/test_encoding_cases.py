@@ -23,7 +23,8 @@ from llm_from_scratch.encoding import EncodeConfig, encode_corpus, make_plan, pl
 from llm_from_scratch.env import UserError, hash_json
 from llm_from_scratch.token_shards import document_at, main, open_shards, write_splits
 from llm_from_scratch.tokenizer import Tokenizer
-from llm_from_scratch.train import is_code, prepare_data
+from llm_from_scratch.train import is_code
+from llm_from_scratch.training_loop import prepare_data
 
 OPTIONS = ["--tokenizer.vocab-size", "300", "--data.val-fraction", "0.2", "--data.shard-tokens", "5000"]
 

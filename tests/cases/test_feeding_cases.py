@@ -9,7 +9,7 @@ from llm_from_scratch.env import Ranks, UserError, set_deterministic
 from llm_from_scratch.launch import STOPPED, StopRequest
 from llm_from_scratch.mixing import source_tokens
 from llm_from_scratch.model import Transformer
-from llm_from_scratch.train import build_training, fit, prepare_data, resume
+from llm_from_scratch.training_loop import build_training, fit, prepare_data, resume
 
 SMALL = {"model": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "max_seq_len": 64}, "tokenizer": {"vocab_size": 300},
          "optim": {"kind": "adamw"}, "eval": {"every_steps": 100}, "checkpoint": {"every_steps": 100},

@@ -13,7 +13,7 @@ from llm_from_scratch.config import FuseConfig, build_config, load_preset
 from llm_from_scratch.env import Ranks, UserError, set_deterministic
 from llm_from_scratch.fuse import Decision, Fuse, Webhook, after_step, begin, read_ledger
 from llm_from_scratch.launch import DONE, STOPPED, StopRequest, check_resume
-from llm_from_scratch.train import build_training, fit, prepare_data, resume
+from llm_from_scratch.training_loop import build_training, fit, prepare_data, resume
 
 SMALL = {"model": {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "max_seq_len": 32}, "tokenizer": {"vocab_size": 300},
          "eval": {"every_steps": 5}, "checkpoint": {"every_steps": 4, "background": False},
@@ -111,9 +111,9 @@ def test_a_spent_budget_stops_a_resume_before_its_first_step_until_it_is_raised(
 @pytest.mark.slow
 def test_a_checkpoint_from_before_the_fuse_can_be_resumed(corpus, tmp_path, monkeypatch):
     run(corpus, tmp_path, stop_after=4)
-    from llm_from_scratch import train
-    load = train.load_checkpoint
-    monkeypatch.setattr(train, "load_checkpoint", lambda *args, **options: {name: value for name, value in load(*args, **options).items() if name != "fuse"})
+    from llm_from_scratch import training_loop
+    load = training_loop.load_checkpoint
+    monkeypatch.setattr(training_loop, "load_checkpoint", lambda *args, **options: {name: value for name, value in load(*args, **options).items() if name != "fuse"})
     code, rows, _, training = run(corpus, tmp_path, resume_from=latest_checkpoint(tmp_path / "checkpoints"))
     assert code == DONE and min(rows) == 6 and training.fuse.counted == 9
 

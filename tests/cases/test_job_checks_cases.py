@@ -111,16 +111,16 @@ def test_an_id_behind_a_manifest_that_lies_is_found(home):
     ],
 )
 def test_a_broken_model_is_named(home, monkeypatch, name, damage, words):
-    from llm_from_scratch import train
+    from llm_from_scratch import training_loop
 
-    real = train.build_training
+    real = training_loop.build_training
 
     def build(*arguments, **options):
         training = real(*arguments, **options)
         damage(training.model)
         return training
 
-    monkeypatch.setattr(train, "build_training", build)
+    monkeypatch.setattr(training_loop, "build_training", build)
     found = failed(job(home), home)
     assert name in found and words in found[name]
 

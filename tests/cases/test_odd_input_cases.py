@@ -322,7 +322,7 @@ def test_slowdown_reads_what_numbers_there_are(tmp_path, value):
 
 
 def test_steps_are_measured_longer_than_a_small_corpus_lasts(monkeypatch):
-    monkeypatch.setattr("llm_from_scratch.train.train_on", lambda training, batch, sync: (SimpleNamespace(num_tokens=1),))
+    monkeypatch.setattr("llm_from_scratch.training_loop.train_on", lambda training, batch, sync: (SimpleNamespace(num_tokens=1),))
     training = SimpleNamespace(loader=[1, 2, 3], device=torch.device("cpu"), attention="none")
     assert measure_steps(training, 0.005)["tokens_per_second"] > 0
 

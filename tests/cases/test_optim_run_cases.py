@@ -10,7 +10,7 @@ from llm_from_scratch.config import build_config, load_preset
 from llm_from_scratch.env import Ranks, set_deterministic
 from llm_from_scratch.launch import DIVERGED, DONE, STOPPED, StopRequest
 from llm_from_scratch.optim import lr_at
-from llm_from_scratch.train import build_training, fit, prepare_data, resume
+from llm_from_scratch.training_loop import build_training, fit, prepare_data, resume
 
 SMALL = {"model": {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "max_seq_len": 32}, "tokenizer": {"vocab_size": 300},
          "eval": {"every_steps": 3}, "checkpoint": {"every_steps": 4, "background": False},

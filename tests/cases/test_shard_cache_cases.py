@@ -17,7 +17,7 @@ from llm_from_scratch.env import UserError, hash_json
 from llm_from_scratch.shard_cache import open_remote_shards
 from llm_from_scratch.storage import publish_folder
 from llm_from_scratch.token_shards import open_shards, write_shards
-from llm_from_scratch.train import prepare_data
+from llm_from_scratch.training_loop import prepare_data
 
 
 @pytest.fixture(autouse=True)

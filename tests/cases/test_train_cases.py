@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llm_from_scratch import artifacts, export, train
+from llm_from_scratch import artifacts, export, train, training_loop
 from llm_from_scratch.checkpointing import latest_checkpoint, load_run, save_checkpoint
 from llm_from_scratch.config import build_config, to_yaml
 from llm_from_scratch.env import UserError, run_command, set_deterministic
@@ -50,9 +50,9 @@ def options(corpus):
 
 STANDING = """
 import sys, time
-from llm_from_scratch import train
+from llm_from_scratch import train, training_loop
 from llm_from_scratch.env import run_command
-train_on, stops, last = train.train_on, [], int(sys.argv.pop(1))
+train_on, stops, last = training_loop.train_on, [], int(sys.argv.pop(1))
 class Kept(train.StopRequest):
     def __enter__(self):
         stops.append(self)
@@ -60,7 +60,7 @@ class Kept(train.StopRequest):
 def stand(training, batch, stop):
     while training.step == last and not stops[0].reason: time.sleep(0.01)
     return train_on(training, batch, stop)
-train.StopRequest, train.train_on = Kept, stand
+train.StopRequest, training_loop.train_on = Kept, stand
 run_command(train.main)
 """
 
@@ -377,7 +377,7 @@ def test_a_signal_before_the_first_step_is_one_line(options, tmp_path, number):
 
 
 def test_divergence_without_a_checkpoint_says_so(options, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(train, "is_over", lambda training, in_a_row: in_a_row > 0)
+    monkeypatch.setattr(training_loop, "is_over", lambda training, in_a_row: in_a_row > 0)
     build = train.build_training
     def poisoned(*args, **options):
         training = build(*args, **options)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import ForkedTorchrun, run_ranks
 
-from llm_from_scratch import train
+from llm_from_scratch import train, training_loop
 from llm_from_scratch.config import build_config
 from llm_from_scratch.distributed import ParityError
 from llm_from_scratch.env import Ranks, meet_anew
@@ -25,7 +25,7 @@ def drift(ranks, folder, what):
         {"model": dict(hidden_size=32, num_layers=1, num_heads=2), "train": dict(steps=6, global_batch=4, micro_batch=2, seq_len=32, dtype="fp32", num_threads=1, parity_every_steps=2)},
         {"optim": dict(kind="adamw"), "eval": dict(num_samples=0, num_completions=0), "log": dict(tensorboard=False)},
     )
-    held, real = [], train.train_on
+    held, real = [], training_loop.train_on
 
     def train_on(training, *arguments):
         held[:] = [training]
@@ -37,7 +37,7 @@ def drift(ranks, folder, what):
                 training.loader.position += 4
         return answer
 
-    train.train_on = train_on
+    training_loop.train_on = train_on
     try:
         train.run(config, folder / what, ranks)
     except ParityError as error:

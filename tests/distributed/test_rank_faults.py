@@ -279,13 +279,13 @@ def test_slow_ranks_that_move_are_left_alone(ends):
 
 ONE_RANK_SLEEPS = """
 import os, time
-from llm_from_scratch import train
+from llm_from_scratch import train, training_loop
 from llm_from_scratch.env import run_command
-train_on = train.train_on
+train_on = training_loop.train_on
 def sleepy(training, batch, stop):
     if os.environ["RANK"] == "1" and training.step == 3: time.sleep(600)
     return train_on(training, batch, stop)
-train.train_on = sleepy
+training_loop.train_on = sleepy
 run_command(train.main)
 """
 

@@ -6,7 +6,7 @@ from ranks import run_ranks, server_with_torch
 from llm_from_scratch.config import replace
 from llm_from_scratch.launch import StopRequest
 from llm_from_scratch.recipes import RECIPES, recipe_config, shrink
-from llm_from_scratch.train import build_training, fit, prepare_data
+from llm_from_scratch.training_loop import build_training, fit, prepare_data
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,7 +10,7 @@ from llm_from_scratch import train
 from llm_from_scratch.background_saves import SaveSchedule
 from llm_from_scratch.checkpointing import list_checkpoints, verify_checkpoint
 from llm_from_scratch.config import build_config
-from llm_from_scratch.train import open_saver, save_if_due
+from llm_from_scratch.training_loop import open_saver, save_if_due
 
 
 def small(folder):

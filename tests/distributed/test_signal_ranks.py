@@ -19,13 +19,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reas
 
 PROGRAM = """
 import os, time
-from llm_from_scratch import train
+from llm_from_scratch import train, training_loop
 from llm_from_scratch.env import run_command
 from llm_from_scratch.watchdog import Watchdog
 train.tell = lambda *arguments: None
 train.watch_run = lambda ranks, seconds, run_dir: Watchdog(ranks, 20, folder=run_dir, grace_seconds=5)
-train_on = train.train_on
-train.train_on = lambda *arguments: (time.sleep(float(os.environ["PACE"])), train_on(*arguments))[1]
+train_on = training_loop.train_on
+training_loop.train_on = lambda *arguments: (time.sleep(float(os.environ["PACE"])), train_on(*arguments))[1]
 run_command(train.main)
 """
 
