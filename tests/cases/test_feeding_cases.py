@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from llm_from_scratch import launch, train
+from llm_from_scratch import launch, training_loop
 from llm_from_scratch.config import Config, build_config, load_preset, replace
 from llm_from_scratch.env import Ranks, UserError, set_deterministic
 from llm_from_scratch.launch import STOPPED, StopRequest
@@ -74,7 +74,7 @@ def test_impossible_feeding_is_refused_before_the_first_step(corpus):
 def test_weights_to_start_from_are_not_read_again_on_a_resume(corpus, monkeypatch):
     config = configure(corpus)
     data = prepare_data(config)
-    monkeypatch.setattr(train, "load_initial_weights", lambda name, model: pytest.fail("read again"))
+    monkeypatch.setattr(training_loop, "load_initial_weights", lambda name, model: pytest.fail("read again"))
     gone = replace(config, train={"init_from": "runs/gone"})
     build_training(gone, data, Ranks(), is_new=False)
     with pytest.raises(pytest.fail.Exception, match="read again"): build_training(gone, data, Ranks())

@@ -112,7 +112,7 @@ def undisturbed(corpus, tmp_path_factory):
     args = [*SHAPE, *SHORT, "--data.path", str(corpus), "--data.val-fraction", "0.2", "--data.cache-dir", str(corpus.parent / "cache")]
     with redirect_stdout(StringIO()) as out:
         assert train.main([*args, "--train.steps", "60", "--checkpoint.every-steps", "20", "--eval.every-steps", "30", "--run-dir", str(run_dir)]) == 0
-    assert all(word in out.getvalue() for word in ("resume", "generate", "evaluate"))
+    assert all(word in out.getvalue() for word in ("extend", "generate", "evaluate"))
     return run_dir
 
 
@@ -231,7 +231,7 @@ def test_two_runs_do_not_share_a_folder(options, tmp_path):
 
 
 def test_trn_10_without_a_compiler_one_line_says_so_and_it_trains(options, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(train, "why_not_compile", lambda: "there is no C++ compiler")
+    monkeypatch.setattr(training_loop, "why_not_compile", lambda: "there is no C++ compiler")
     monkeypatch.setattr(train, "tell", lambda *arguments: None)
     code = train.main([*options, "--train.compile", "always", "--train.steps", "2", "--run-dir", str(tmp_path / "run")])
     captured = capsys.readouterr()
