@@ -426,10 +426,12 @@ def go_back(
 def heed_guard(
     training: Training,      # all ranks call this together, after every step
     saver: BackgroundSaver,  # of this run
+    batch: Batch,            # this rank's rows of the step
     result: StepResult,      # of the step
-    recent: list[list[int]], # rows of the batches since the last full checkpoint
+    recent: list[list[int]], # rows of the batches since the last full checkpoint; gets those of this one
 ) -> None:
     "Let the guard judge the step, and go back on a spike."
+    if training.config.guard.enabled: recent.append(batch.row_ids.tolist())
     reason = "" if result.skipped else training.guard.judge(result.loss, result.grad_norm)
     if reason and training.guard.may_go_back: go_back(training, saver, reason, recent)
 
@@ -454,8 +456,7 @@ def fit(
             count_step(throughput, batch, result, training.ranks.world_size)
             routing = router_report(training.model)
             in_a_row = in_a_row + 1 if result.skipped else 0
-            if config.guard.enabled: recent.append(batch.row_ids.tolist())
-            heed_guard(training, saver, result, recent)
+            heed_guard(training, saver, batch, result, recent)
 
             stops = fuse.after_step(training.loader, training.step, training.tokens) or result.stop
             last = training.step >= config.train.steps or stops
