@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['DECIDED', 'READ_AT_START', 'PIECES', 'deepspeed_library', 'zero_settings', 'look_up', 'agree_settings', 'AskedFor',
            'read_settings', 'load_async_io', 'check_direct_writes', 'check_offload', 'hold_disk', 'check_engine',
-           'copy_to_cpu', 'deepspeed_muon', 'start_deepspeed', 'gather_weights', 'EvenBatches', 'step_together',
-           'written_muon', 'check_touched', 'ZeroEngine', 'build_engine', 'zero_state', 'load_zero_state', 'check_cut',
-           'check_pieces', 'save_pieces', 'load_cut_anew', 'load_from_disk', 'load_pieces']
+           'copy_to_cpu', 'deepspeed_muon', 'start_deepspeed', 'gather_weights', 'EvenBatches', 'empty_batch',
+           'as_many', 'step_together', 'written_muon', 'check_touched', 'ZeroEngine', 'build_engine', 'zero_state',
+           'load_zero_state', 'check_cut', 'check_pieces', 'save_pieces', 'load_cut_anew', 'load_from_disk',
+           'load_pieces']
 
 # %% ../nbs/05d_deepspeed_engine.ipynb #3702499a
 import copy
@@ -36,7 +37,7 @@ from .artifacts import Lock, _temporary_sibling, read_json
 from .clipping import Clipper, limit_and_learn
 from .config import Config, merge, suggest
 from .dataloader import IGNORED, Batch
-from .distributed import Engine, barrier, broadcast_object, gather_objects, next_token_loss, own_losses, plan_batch, prepare
+from .distributed import Engine, StepResult, barrier, broadcast_object, gather_objects, group_device, next_token_loss, own_losses, plan_batch, prepare, take_step
 from .env import Ranks, UserError
 from .optim import MuonWithAdamW, parameter_names
 from .precision import LossScaler
@@ -277,9 +278,22 @@ class EvenBatches:
         self.loader, self.document_mask = loader, getattr(loader, "document_mask", True)
 
     def __iter__(self):
-        batches, ids = iter(self.loader), torch.zeros(1, 1, dtype=torch.int64)
-        empty = Batch(ids, ids + IGNORED, ids, ids, ids[0])
-        while any(gather_objects((batch := next(batches, None)) is not None, everywhere=True)): yield empty if batch is None else batch
+        batches = iter(self.loader)
+        while any(gather_objects((batch := next(batches, None)) is not None, everywhere=True)): yield empty_batch() if batch is None else batch
+
+def empty_batch() -> Batch: # one row of one token
+    "A batch whose loss is 0 and moves nothing."
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    return Batch(ids, ids + IGNORED, ids, ids, ids[0])
+
+# %% ../nbs/05d_deepspeed_engine.ipynb #6d8981d7
+def as_many(
+    batches: list[Batch], # this rank's micro-batches
+) -> list[Batch]:         # the same, filled up with empty ones; all ranks call this
+    "As many micro-batches as the rank with the most."
+    most = torch.tensor(len(batches), device=group_device())
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return batches + [empty_batch() for _ in range(int(most) - len(batches))] if batches else batches
 
 # %% ../nbs/05d_deepspeed_engine.ipynb #45541977
 def step_together(
@@ -335,6 +349,10 @@ class ZeroEngine(Engine):
         if self.scaler: zero.optimizer.loss_scaler.cur_scale = self.scaler.scale
         with written_muon(zero): zero.backward((loss + own_losses(self.model, batch)) * scale, scale_wrt_gas=False)
         return loss.detach()
+
+    def train_step(self, batches: list[Batch], *, stop: bool = False) -> StepResult:
+        "`take_step`; where gradients travel with each micro-batch, from stage 2 on, all ranks take as many."
+        return take_step(self, as_many(batches) if self.zero.zero_optimization_partition_gradients() else batches, stop=stop)
 
     def step(self) -> float: return step_together(self)
     def name_broken(self) -> str: return "ZeRO keeps no whole gradient to look into; try the step under engine.kind ddp"

@@ -64,14 +64,16 @@ def load(engine, path):
 
 
 def whole_life(ranks, folder, stage, own):
-    "DDP's losses and ZeRO's; a save at step 2 without which the losses to step 4 stay the same; back from it, and a broken gradient."
-    ddp, zero = train(make(ranks, 0), ranks, range(4)), make(ranks, stage, own=own)
+    "DDP's losses and ZeRO's; a save at step 2 without which the losses to step 4 stay the same; back from it, an uneven step, and a broken gradient."
+    plain, zero = make(ranks, 0), make(ranks, stage, own=own)
+    ddp = train(plain, ranks, range(4))
     first = train(zero, ranks, range(2))
     path = save(zero, folder, 2)
     rest = train(zero, ranks, range(2, 4))
     again = make(ranks, stage, own=own)
     load(again, path)
     resumed = train(again, ranks, range(2, 4))
+    uneven = [engine.train_step(parts_of(step, ranks)[: 3 - ranks.rank]).loss for engine in (plain, again) for step in (4, 5)]
     batches = [[parts_of(9, ranks)[0]] * (2 - ranks.rank), []][ranks.rank == 1 and stage == 3]  # a rank with fewer, or none
     nll, count = evaluate_loader(zero.model, zero.even(batches), CPU)
     zero.loss = lambda model, batch: next_token_loss(model, batch) * (math.nan if ranks.rank == 1 else 1.0)
@@ -82,14 +84,15 @@ def whole_life(ranks, folder, stage, own):
     zero.close()
     alone = next_token_loss(zero.model, parts_of(9, ranks)[0]).item() if ranks.is_main else None
     barrier()
-    return ddp, [a + b for a, b in zip(first, rest)], rest, resumed, back, (broken.skipped, broken.reason), (nll, count), alone, path
+    return ddp, [a + b for a, b in zip(first, rest)], rest, resumed, back, uneven, (broken.skipped, broken.reason), (nll, count), alone, path
 
 
 def check_life(answers):
-    (ddp, zero, rest, resumed, back, broken, (nll, count), alone, path), other = answers
+    (ddp, zero, rest, resumed, back, uneven, broken, (nll, count), alone, path), other = answers
     assert zero[0] == pytest.approx(ddp[0], rel=1e-5) and zero[1] == pytest.approx(ddp[1], rel=1e-4)
     assert resumed == rest == back
-    assert broken[0] and "ZeRO keeps no whole gradient" in broken[1] and other[5] == broken
+    assert uneven[2:] == pytest.approx(uneven[:2], rel=1e-5)  # rank 1 had a micro-batch less
+    assert broken[0] and "ZeRO keeps no whole gradient" in broken[1] and other[6] == broken
     assert verify_checkpoint(path) == [] and len(list(path.glob("deepspeed/*optim_states.pt"))) == 2
     assert not [name for name in path.parent.iterdir() if name.name != path.name and "tmp" not in name.name]
     assert count > 0 and math.isfinite(nll) and math.isfinite(alone)
