@@ -62,7 +62,7 @@ def zero_settings(
     num_parameters: int, # of the model, a tied one once
 ) -> dict:               # what DeepSpeed's JSON would say
     "DeepSpeed's settings for a configuration."
-    train, engine, bucket = config.train, config.engine, min(num_parameters, 500_000_000)
+    train, engine, bucket = config.train, config.engine, min(num_parameters + num_parameters % 2, 500_000_000) # DeepSpeed wants an even one
     accumulation = plan_batch(train.global_batch, train.micro_batch, world_size)
     zero = {"stage": engine.zero, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
     if engine.offload != "none": zero["offload_optimizer"] = {"device": engine.offload}
