@@ -6,9 +6,9 @@
 __all__ = ['DECIDED', 'READ_AT_START', 'PIECES', 'deepspeed_library', 'zero_settings', 'look_up', 'agree_settings', 'AskedFor',
            'read_settings', 'load_async_io', 'check_direct_writes', 'check_offload', 'hold_disk', 'check_engine',
            'copy_to_cpu', 'deepspeed_muon', 'start_deepspeed', 'gather_weights', 'EvenBatches', 'empty_batch',
-           'as_many', 'step_together', 'written_muon', 'check_touched', 'ZeroEngine', 'build_engine', 'zero_state',
-           'load_zero_state', 'check_cut', 'check_pieces', 'save_pieces', 'load_cut_anew', 'load_from_disk',
-           'load_pieces']
+           'as_many', 'step_together', 'written_muon', 'check_late', 'check_touched', 'ZeroEngine', 'build_engine',
+           'zero_state', 'load_zero_state', 'check_cut', 'check_pieces', 'save_pieces', 'load_cut_anew',
+           'load_from_disk', 'load_pieces']
 
 # %% ../nbs/05d_deepspeed_engine.ipynb #3702499a
 import copy
@@ -316,11 +316,19 @@ def written_muon(zero): # context: on a CPU, DeepSpeed's Muon is not compiled
     is_muon = type(zero.basic_optimizer).__name__ == "MuonWithAuxAdam" and zero.device.type == "cpu"
     return torch.compiler.set_stance("force_eager") if is_muon else nullcontext()
 
+def check_late(
+    engine,             # a ZeroEngine after a forward pass, whole or broken off
+) -> None:
+    "UserError naming a trainable parameter that was made after DeepSpeed had cut the model."
+    late = [name for name, p in engine.model.named_parameters() if p.requires_grad and name not in engine.known]
+    if late: raise UserError(f"parameter {late[0]!r} is not in the optimizer: create it in __init__, before the optimizer")
+
 def check_touched(
     engine,             # a ZeroEngine after its first backward
 ) -> None:
-    "UserError naming a trainable parameter that backward did not reach."
+    "UserError naming a trainable parameter that backward did not reach, or that was made too late."
     while engine.hooks: engine.hooks.pop().remove()
+    check_late(engine)
     missing = [name for name, p in engine.model.named_parameters() if p.requires_grad and name not in engine.touched]
     if missing: raise UserError(f"parameter {missing[0]!r} got no gradient in the first step: use it in forward or set requires_grad = False")
 
@@ -337,6 +345,7 @@ class ZeroEngine(Engine):
     ):
         super().__init__(model, model, zero.optimizer, **options)
         self.zero, self.plain, self.is_wired, self.touched, self.hooks = zero, plain, True, set(), []
+        self.known = {name for name, _ in model.named_parameters()}
         for name, p in model.named_parameters():
             if p.requires_grad: self.hooks.append(p.register_hook(lambda grad, name=name: self.touched.add(name)))
 
@@ -345,7 +354,11 @@ class ZeroEngine(Engine):
         batch, zero = batch.to(self.device), self.zero
         zero.set_gradient_accumulation_boundary(is_last)
         zero.optimizer.clear_backward_seen_flag()
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32): loss = self.loss(self.model, batch)
+        try:
+            with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32): loss = self.loss(self.model, batch)
+        except AttributeError: # stage 3 asks a parameter that forward has made for its piece
+            check_late(self)
+            raise
         if self.scaler: zero.optimizer.loss_scaler.cur_scale = self.scaler.scale
         with written_muon(zero): zero.backward((loss + own_losses(self.model, batch)) * scale, scale_wrt_gas=False)
         return loss.detach()

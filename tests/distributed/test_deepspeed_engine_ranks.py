@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks, server_with_torch
-from test_distributed_ranks import parts_of
+from test_distributed_ranks import Forgetful, Late, make_part, parts_of, refusal
 from test_train_ranks import command, errors, finish, forked, losses
 from torch.utils.cpp_extension import get_default_build_root
 
@@ -33,13 +33,13 @@ def loaded_server():
         yield
 
 
-def make(ranks, stage, *, shape=SHAPE, dtype=torch.float32, own=None, loss=next_token_loss, recomputed=(), **sections):
+def make(ranks, stage, *, shape=SHAPE, model=None, dtype=torch.float32, own=None, loss=next_token_loss, recomputed=(), **sections):
     "An engine like any run's; every weight of stage 3 is cut, which DeepSpeed would spare such small ones."
     torch.manual_seed(ranks.rank)
     engine = {"kind": "deepspeed" if stage else "ddp", "zero_stage": stage, "deepspeed_config": str(own) if own and stage else None}
     sections = {"optim": dict(kind="adamw", lr=3e-3), **sections}
     config = build_config({"train": dict(global_batch=12, micro_batch=2, loss_scale=1024.0), "engine": engine}, sections)
-    model = Transformer(shape)
+    model = model or Transformer(shape)
     model.recomputed = frozenset(recomputed)
     if config.train.weights == "bf16":
         model.bfloat16()
@@ -108,6 +108,38 @@ def test_dist_2_trn_11_other_stages(tmp_path, stage):
     own = tmp_path / "ds.json"
     own.write_text(json.dumps({"train_batch_size": "auto", "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}))
     check_life(run_ranks(whole_life, 2, tmp_path / "checkpoints", stage, own, timeout_seconds=150))
+
+
+class Odd(torch.nn.Module):
+    "297 weights: 33 x 4 of an embedding, 4 x 33 and 33 of a head."
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(33, 4), torch.nn.Linear(4, 33)
+
+    def forward(self, ids, **context): return self.head(self.embed(ids))
+
+
+def odd_steps(ranks, num_steps=2):
+    "Losses and norms by stage: three micro-batches, one, and two that count nothing; then what is said of a wrong model."
+    rows = [[range(0, 2), range(2, 4), range(4, 6)], [range(6, 12)], [range(0, 2), range(2, 4)]][ranks.rank]
+    parts, found = [make_part(0, part, counted=0 if ranks.rank == 2 else None) for part in rows], {}
+    for stage in range(4):
+        torch.manual_seed(1)
+        engine = make(ranks, stage, model=Odd())
+        found[stage] = [(result.loss, result.grad_norm) for result in [engine.train_step(parts) for _ in range(num_steps)]]
+    return found, [refusal(partial(make, stage=stage), ranks, model) for stage in (1, 2, 3) for model in (Forgetful(), Late())]
+
+
+@pytest.mark.slow
+def test_mod_5_three_uneven_ranks_one_without_targets_and_an_odd_number_of_weights():
+    first, *others = run_ranks(odd_steps, 3, timeout_seconds=150)
+    assert all(other == first for other in others)
+    found, said = first
+    for stage in (1, 2, 3): assert torch.tensor(found[stage]).allclose(torch.tensor(found[0]), rtol=1e-5, atol=0)
+    torch.manual_seed(1)
+    alone = make(Ranks(), 0, model=Odd()).train_step([make_part(0, range(12))])
+    assert found[0][0] == pytest.approx((alone.loss, alone.grad_norm), rel=1e-5)
+    assert all("'unused.weight' got no gradient" in unused and "'late' is not in the optimizer" in late for unused, late in zip(said[::2], said[1::2]))
 
 
 def low_precision(ranks, stage):
