@@ -19,6 +19,7 @@ from llm_from_scratch.distributed import barrier, broadcast_object, next_token_l
 from llm_from_scratch.env import Ranks, UserError
 from llm_from_scratch.eval import evaluate_loader
 from llm_from_scratch.model import Transformer
+from llm_from_scratch.moe import build_model
 from llm_from_scratch.optim import build_optimizer
 
 pytest.importorskip("deepspeed")
@@ -119,26 +120,32 @@ class Odd(torch.nn.Module):
     def forward(self, ids, **context): return self.head(self.embed(ids))
 
 
-def odd_steps(ranks, num_steps=2):
-    "Losses and norms by stage: three micro-batches, one, and two that count nothing; then what is said of a wrong model."
+def make_experts(): return build_model(SHAPE.model_copy(update=dict(num_experts=8, experts_per_token=1)))
+
+
+def odd_steps(ranks, own):
+    "Losses and norms by model and stage: three micro-batches, one, and two that count nothing; then what is said of a wrong model."
     rows = [[range(0, 2), range(2, 4), range(4, 6)], [range(6, 12)], [range(0, 2), range(2, 4)]][ranks.rank]
     parts, found = [make_part(0, part, counted=0 if ranks.rank == 2 else None) for part in rows], {}
-    for stage in range(4):
-        torch.manual_seed(1)
-        engine = make(ranks, stage, model=Odd())
-        found[stage] = [(result.loss, result.grad_norm) for result in [engine.train_step(parts) for _ in range(num_steps)]]
+    for build in (Odd, make_experts):
+        for stage in range(4):
+            torch.manual_seed(1)
+            engine = make(ranks, stage, model=build(), own=own if stage == 3 else None)
+            found[build.__name__, stage] = [(result.loss, result.grad_norm) for result in [engine.train_step(parts) for _ in range(2)]]
     return found, [refusal(partial(make, stage=stage), ranks, model) for stage in (1, 2, 3) for model in (Forgetful(), Late())]
 
 
 @pytest.mark.slow
-def test_mod_5_three_uneven_ranks_one_without_targets_and_an_odd_number_of_weights():
-    first, *others = run_ranks(odd_steps, 3, timeout_seconds=150)
+def test_mod_5_three_uneven_ranks_one_without_targets_an_odd_number_of_weights_and_idle_experts(tmp_path):
+    own = tmp_path / "ds.json"
+    own.write_text(json.dumps({"zero_optimization": {"stage3_param_persistence_threshold": 0}}))
+    first, *others = run_ranks(odd_steps, 3, own, timeout_seconds=150)
     assert all(other == first for other in others)
     found, said = first
-    for stage in (1, 2, 3): assert torch.tensor(found[stage]).allclose(torch.tensor(found[0]), rtol=1e-5, atol=0)
+    for (name, _), steps in found.items(): assert torch.tensor(steps).allclose(torch.tensor(found[name, 0]), rtol=1e-5, atol=0)
     torch.manual_seed(1)
     alone = make(Ranks(), 0, model=Odd()).train_step([make_part(0, range(12))])
-    assert found[0][0] == pytest.approx((alone.loss, alone.grad_norm), rel=1e-5)
+    assert found["Odd", 0][0] == pytest.approx((alone.loss, alone.grad_norm), rel=1e-5)
     assert all("'unused.weight' got no gradient" in unused and "'late' is not in the optimizer" in late for unused, late in zip(said[::2], said[1::2]))
 
 
