@@ -55,7 +55,7 @@ def message_bytes(
 
 # %% ../nbs/05f_comm_timing.ipynb #34fef06e
 def socket_bytes_sent() -> int: # since the sockets were opened, those that are open still
-    "Bytes that this process wrote to its TCP sockets, without headers (Linux 4.19 or later)."
+    "Bytes that this process wrote to its TCP sockets, without headers (Linux 4.19 or later); UserError on another system."
     if sys.platform != "linux": raise UserError("sent bytes are counted on Linux only; use the formula")
     total = 0
     for name in os.listdir("/proc/self/fd"):
@@ -304,7 +304,7 @@ def rank_account(
     gradient_bytes: int = 4,  # of a gradient as it travels
     state_bytes: int = 8,     # of the optimizer for a parameter; AdamW over bf16 weights with fp32 copies: 12
 ) -> RankAccount:
-    "What an engine holds between backward and step, and what it sends; activations and buffers are not in it."
+    "What an engine holds between backward and step, and what it sends; activations and buffers are not in it. UserError for an unknown engine."
     if engine not in ENGINES: raise UserError(f"no engine {engine!r}; choose one of {', '.join(ENGINES)}")
     level = ENGINES[engine]
     weights, gradients, moments = (num_parameters * size for size in (weight_bytes, gradient_bytes, state_bytes))
