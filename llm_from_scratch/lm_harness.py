@@ -18,6 +18,7 @@ import torch
 from .checkpointing import load_run
 from .env import UserError, choose_device, read_ranks, run_command
 from .eval import perplexity
+from .evaluation_cards import checkpoint_card
 from .generate import Sampling, evaluation_mode, generate_steps, left_pad
 from .tokenizer import StreamDecoder
 
@@ -121,7 +122,7 @@ class HarnessAnswers:
         if unknown := set(ignored) - {"batch_size", "max_batch_size"}:
             raise UserError(f"--model_args has {', '.join(sorted(unknown))}: give run, max_length, batch_tokens or seed")
         kind = choose_device(read_ranks(), "cpu" if device == "cpu" else "auto")
-        self.run, self.seed, self.batch_tokens = load_run(run), seed, int(batch_tokens)
+        self.place, self.run, self.seed, self.batch_tokens = str(run), load_run(run), seed, int(batch_tokens)
         self.run.model.to(kind)
         self.max_length = int(max_length or self.run.model.cfg.max_seq_len)
 
@@ -144,6 +145,10 @@ class HarnessAnswers:
             stops, length, sampling = read_generation_options(options, self.seed)
             answers.append(write_until(self.run, context, stops, max_new_tokens=min(length, self.max_length - 1), room=self.max_length, sampling=sampling))
         return answers
+
+    def get_model_info(self) -> dict:
+        "What was measured, and in which window, for the harness's file of results: the part of a card that it can't know."
+        return checkpoint_card(self.place, self.run) | dict(window=self.max_length, batch_tokens=self.batch_tokens)
 
 # %% ../nbs/07i_lm_harness.ipynb #3636ee6b
 @cache

@@ -116,6 +116,13 @@ def test_model_arguments_are_checked(run_dir, tmp_path):
         HarnessAnswers(str(tmp_path))
 
 
+def test_the_results_say_what_was_measured(answers, run_dir):
+    facts, again = answers.get_model_info(), HarnessAnswers(str(run_dir / "checkpoints" / "step_00000001"), device="cpu", max_length=8).get_model_info()
+    assert json.loads(json.dumps(facts)) == facts and facts["window"] == 32
+    assert {"checkpoint", "checkpoint_hash", "tokenizer_fingerprint", "dtype", "device"} <= facts.keys()
+    assert {name for name in facts if facts[name] != again[name]} == {"run", "window"}
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("lm_eval"), reason="the evaluation harness is not installed")
 def test_the_harness_runs_a_local_task_without_a_network(run_dir, tmp_path, answers):
@@ -133,7 +140,9 @@ def test_the_harness_runs_a_local_task_without_a_network(run_dir, tmp_path, answ
     environment = os.environ | dict(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_HOME=str(tmp_path / "home"))
     result = subprocess.run([sys.executable, "-m", "llm_from_scratch.lm_harness", *arguments], env=environment, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stderr[-3000:]
-    found = json.loads(next((tmp_path / "out").rglob("results_*.json")).read_text())["results"]
+    written = json.loads(next((tmp_path / "out").rglob("results_*.json")).read_text())
+    found = written["results"]
+    assert written["config"]["checkpoint_hash"] == answers.get_model_info()["checkpoint_hash"]
     choose = [answers.loglikelihood([Request((f"The answer to {row['a']} plus {row['a']} is", f" {choice}")) for choice in row["choices"]]) for row in rows]
     assert found["sums"]["acc,none"] == pytest.approx(sum(one[0] >= other[0] for one, other in choose) / len(rows))
     assert found["rolling"]["bits_per_byte,none"] > 0 and 0 <= found["writing"]["exact_match,none"] <= 1
