@@ -27,5 +27,6 @@ setup(
     extras_require={
         name.removesuffix("_requirements"): text.split() for name, text in settings.items() if name.endswith("_requirements")
     },
+    entry_points={"lm_eval.models": [settings["lm_eval_model"]]},
     zip_safe=False,
 )

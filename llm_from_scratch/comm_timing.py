@@ -55,7 +55,7 @@ def message_bytes(
 
 # %% ../nbs/05f_comm_timing.ipynb #34fef06e
 def socket_bytes_sent() -> int: # since the sockets were opened, those that are open still
-    "Bytes that this process wrote to its TCP sockets, without headers (Linux 4.19 or later)."
+    "Bytes that this process wrote to its TCP sockets, without headers (Linux 4.19 or later); UserError on another system."
     if sys.platform != "linux": raise UserError("sent bytes are counted on Linux only; use the formula")
     total = 0
     for name in os.listdir("/proc/self/fd"):
@@ -120,6 +120,13 @@ class Tally:
     sent_bytes: float = 0.0 # by this rank, by formula
     seconds: float = 0.0    # waiting for slower ranks included
 
+    def add(self, call: Call, seconds: float) -> None:
+        "One more call, which took so long."
+        self.num_calls += 1
+        self.message_bytes += call.num_bytes
+        self.sent_bytes += call.num_bytes * call.share
+        self.seconds += seconds
+
     @property
     def gigabytes_per_second(self) -> float: return self.sent_bytes / self.seconds / 1e9 if self.seconds else 0.0
 
@@ -133,8 +140,9 @@ class CommTimer:
         num_ranks: int,        # in all; calls in a smaller group count by its size
     ):
         self.device, self.num_ranks, self.calls, self.purpose = device, num_ranks, [], ""
-        self.tallies: dict[str, Tally] = {}
-        self.window_seconds, self.window_step_seconds, self.window_bytes = 0.0, 0.0, 0.0
+        self.tallies: dict[str, Tally] = {}        # of the whole sitting
+        self.window_tallies: dict[str, Tally] = {} # since the last `window`
+        self.window_seconds, self.window_step_seconds = 0.0, 0.0
 
     def begin(self, kind: str, num_bytes: int, share: float | None = None) -> Call:
         "A collective of this kind starts, among all ranks where no share is told."
@@ -160,8 +168,11 @@ class CommTimer:
     def window(self) -> dict[str, float]: # for a line of metrics.jsonl
         "What the steps since the last window spent and sent."
         found = {"comm_seconds": self.window_seconds, "comm_share": self.window_seconds / self.window_step_seconds if self.window_step_seconds else 0.0,
-                 "comm_bytes": round(self.window_bytes)}
-        self.window_seconds, self.window_step_seconds, self.window_bytes = 0.0, 0.0, 0.0
+                 "comm_bytes": round(sum(tally.sent_bytes for tally in self.window_tallies.values()))}
+        for name, tally in self.window_tallies.items():
+            place = f"comm/{name.replace(' ', '_')}"
+            found |= {f"{place}/seconds": tally.seconds, f"{place}/bytes": round(tally.sent_bytes), f"{place}/gb_per_second": tally.gigabytes_per_second}
+        self.window_seconds, self.window_step_seconds, self.window_tallies = 0.0, 0.0, {}
         return found
 
 # %% ../nbs/05f_comm_timing.ipynb #6bfd6fd6
@@ -174,10 +185,8 @@ def add_step(
     spans = []
     for call in timer.calls:
         first, last = (seconds_between(start, point) for point in (call.start, call.end or end))
-        tally, sent = timer.tallies.setdefault(call.name, Tally()), call.num_bytes * call.share
-        tally.num_calls, tally.message_bytes, tally.sent_bytes, tally.seconds = tally.num_calls + 1, tally.message_bytes + call.num_bytes, tally.sent_bytes + sent, tally.seconds + last - first
+        for tallies in (timer.tallies, timer.window_tallies): tallies.setdefault(call.name, Tally()).add(call, last - first)
         spans.append((first, last))
-        timer.window_bytes += sent
     timer.window_seconds += covered_seconds(spans)
     timer.window_step_seconds += seconds_between(start, end)
 
@@ -295,7 +304,7 @@ def rank_account(
     gradient_bytes: int = 4,  # of a gradient as it travels
     state_bytes: int = 8,     # of the optimizer for a parameter; AdamW over bf16 weights with fp32 copies: 12
 ) -> RankAccount:
-    "What an engine holds between backward and step, and what it sends; activations and buffers are not in it."
+    "What an engine holds between backward and step, and what it sends; activations and buffers are not in it. UserError for an unknown engine."
     if engine not in ENGINES: raise UserError(f"no engine {engine!r}; choose one of {', '.join(ENGINES)}")
     level = ENGINES[engine]
     weights, gradients, moments = (num_parameters * size for size in (weight_bytes, gradient_bytes, state_bytes))

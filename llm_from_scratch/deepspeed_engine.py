@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['DECIDED', 'READ_AT_START', 'PIECES', 'deepspeed_library', 'zero_settings', 'look_up', 'agree_settings', 'AskedFor',
            'read_settings', 'load_async_io', 'check_direct_writes', 'check_offload', 'hold_disk', 'check_engine',
-           'copy_to_cpu', 'deepspeed_muon', 'start_deepspeed', 'gather_weights', 'EvenBatches', 'step_together',
-           'written_muon', 'check_touched', 'ZeroEngine', 'build_engine', 'zero_state', 'load_zero_state', 'check_cut',
-           'check_pieces', 'save_pieces', 'load_cut_anew', 'load_from_disk', 'load_pieces']
+           'copy_to_cpu', 'deepspeed_muon', 'start_deepspeed', 'gather_weights', 'EvenBatches', 'empty_batch',
+           'as_many', 'step_together', 'written_muon', 'check_late', 'check_touched', 'ZeroEngine', 'build_engine',
+           'zero_state', 'load_zero_state', 'check_cut', 'check_pieces', 'save_pieces', 'load_cut_anew',
+           'load_from_disk', 'load_pieces']
 
 # %% ../nbs/05d_deepspeed_engine.ipynb #3702499a
 import copy
@@ -36,7 +37,7 @@ from .artifacts import Lock, _temporary_sibling, read_json
 from .clipping import Clipper, limit_and_learn
 from .config import Config, merge, suggest
 from .dataloader import IGNORED, Batch
-from .distributed import Engine, barrier, broadcast_object, gather_objects, next_token_loss, own_losses, plan_batch, prepare
+from .distributed import Engine, StepResult, barrier, broadcast_object, gather_objects, group_device, next_token_loss, own_losses, plan_batch, prepare, take_step
 from .env import Ranks, UserError
 from .optim import MuonWithAdamW, parameter_names
 from .precision import LossScaler
@@ -61,7 +62,7 @@ def zero_settings(
     num_parameters: int, # of the model, a tied one once
 ) -> dict:               # what DeepSpeed's JSON would say
     "DeepSpeed's settings for a configuration."
-    train, engine, bucket = config.train, config.engine, min(num_parameters, 500_000_000)
+    train, engine, bucket = config.train, config.engine, min(num_parameters + num_parameters % 2, 500_000_000) # DeepSpeed wants an even one
     accumulation = plan_batch(train.global_batch, train.micro_batch, world_size)
     zero = {"stage": engine.zero, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
     if engine.offload != "none": zero["offload_optimizer"] = {"device": engine.offload}
@@ -277,9 +278,22 @@ class EvenBatches:
         self.loader, self.document_mask = loader, getattr(loader, "document_mask", True)
 
     def __iter__(self):
-        batches, ids = iter(self.loader), torch.zeros(1, 1, dtype=torch.int64)
-        empty = Batch(ids, ids + IGNORED, ids, ids, ids[0])
-        while any(gather_objects((batch := next(batches, None)) is not None, everywhere=True)): yield empty if batch is None else batch
+        batches = iter(self.loader)
+        while any(gather_objects((batch := next(batches, None)) is not None, everywhere=True)): yield empty_batch() if batch is None else batch
+
+def empty_batch() -> Batch: # one row of one token
+    "A batch whose loss is 0 and moves nothing."
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    return Batch(ids, ids + IGNORED, ids, ids, ids[0])
+
+# %% ../nbs/05d_deepspeed_engine.ipynb #6d8981d7
+def as_many(
+    batches: list[Batch], # this rank's micro-batches
+) -> list[Batch]:         # the same, filled up with empty ones; all ranks call this
+    "As many micro-batches as the rank with the most."
+    most = torch.tensor(len(batches), device=group_device())
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return batches + [empty_batch() for _ in range(int(most) - len(batches))] if batches else batches
 
 # %% ../nbs/05d_deepspeed_engine.ipynb #45541977
 def step_together(
@@ -302,11 +316,19 @@ def written_muon(zero): # context: on a CPU, DeepSpeed's Muon is not compiled
     is_muon = type(zero.basic_optimizer).__name__ == "MuonWithAuxAdam" and zero.device.type == "cpu"
     return torch.compiler.set_stance("force_eager") if is_muon else nullcontext()
 
+def check_late(
+    engine,             # a ZeroEngine after a forward pass, whole or broken off
+) -> None:
+    "UserError naming a trainable parameter that was made after DeepSpeed had cut the model."
+    late = [name for name, p in engine.model.named_parameters() if p.requires_grad and name not in engine.known]
+    if late: raise UserError(f"parameter {late[0]!r} is not in the optimizer: create it in __init__, before the optimizer")
+
 def check_touched(
     engine,             # a ZeroEngine after its first backward
 ) -> None:
-    "UserError naming a trainable parameter that backward did not reach."
+    "UserError naming a trainable parameter that backward did not reach, or that was made too late."
     while engine.hooks: engine.hooks.pop().remove()
+    check_late(engine)
     missing = [name for name, p in engine.model.named_parameters() if p.requires_grad and name not in engine.touched]
     if missing: raise UserError(f"parameter {missing[0]!r} got no gradient in the first step: use it in forward or set requires_grad = False")
 
@@ -323,6 +345,7 @@ class ZeroEngine(Engine):
     ):
         super().__init__(model, model, zero.optimizer, **options)
         self.zero, self.plain, self.is_wired, self.touched, self.hooks = zero, plain, True, set(), []
+        self.known = {name for name, _ in model.named_parameters()}
         for name, p in model.named_parameters():
             if p.requires_grad: self.hooks.append(p.register_hook(lambda grad, name=name: self.touched.add(name)))
 
@@ -331,10 +354,18 @@ class ZeroEngine(Engine):
         batch, zero = batch.to(self.device), self.zero
         zero.set_gradient_accumulation_boundary(is_last)
         zero.optimizer.clear_backward_seen_flag()
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32): loss = self.loss(self.model, batch)
+        try:
+            with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32): loss = self.loss(self.model, batch)
+        except AttributeError: # stage 3 asks a parameter that forward has made for its piece
+            check_late(self)
+            raise
         if self.scaler: zero.optimizer.loss_scaler.cur_scale = self.scaler.scale
         with written_muon(zero): zero.backward((loss + own_losses(self.model, batch)) * scale, scale_wrt_gas=False)
         return loss.detach()
+
+    def train_step(self, batches: list[Batch], *, stop: bool = False) -> StepResult:
+        "`take_step`; where gradients travel with each micro-batch, from stage 2 on, all ranks take as many."
+        return take_step(self, as_many(batches) if self.zero.zero_optimization_partition_gradients() else batches, stop=stop)
 
     def step(self) -> float: return step_together(self)
     def name_broken(self) -> str: return "ZeRO keeps no whole gradient to look into; try the step under engine.kind ddp"

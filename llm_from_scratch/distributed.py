@@ -276,7 +276,7 @@ def take_step(
     *,
     stop: bool = False,   # this rank wants to stop after the step
 ) -> StepResult:          # equal on all ranks
-    "One optimizer step over all micro-batches of all ranks; the first one may raise as `check_wiring`."
+    "One optimizer step over all micro-batches of all ranks; the first one may raise as `check_wiring`. UserError for several micro-batches under a static graph."
     agreed, unknown = agree(batches, stop=stop), float("nan")
     if agreed.num_dry or not agreed.num_tokens:
         reason = "a rank has no batch left" if agreed.num_dry else "no rank has a target"

@@ -24,7 +24,7 @@ from .env import UserError, run_command
 
 # %% ../nbs/05i_elastic.ipynb #a2c49fc9
 def this_launcher() -> list: # its machine, its process, and how often it has started workers again
-    "The launcher of this process."
+    "The launcher of this process; UserError where torchrun's count is no number."
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
     if not count.isdecimal(): raise UserError(f"TORCHELASTIC_RESTART_COUNT={count!r}: torchrun sets a whole number; unset it")
     return [socket.gethostname(), os.getppid(), int(count)]

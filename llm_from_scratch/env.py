@@ -248,13 +248,18 @@ def open_process_group(
                                 world_size=ranks.world_size, timeout=limit,
                                 device_id=device if device.type == "cuda" else None)
     except (RuntimeError, TimeoutError, ValueError, OSError) as error:
-        raise UserError(_meeting_failed(ranks, timeout_seconds, error)) from error
+        raise UserError(_meeting_failed(ranks, timeout_seconds, error) + _too_few_gpus(ranks, device)) from error
     if ranks.is_main: print(_meeting_held(ranks, device), file=sys.stderr, flush=True)
 
 def _meeting_held(ranks: Ranks, device: "torch.device") -> str:
     launcher = "set by torchrun" if os.environ.get("TORCHELASTIC_RUN_ID") else "set by hand or by another launcher"
     honoured = ", ".join(f"{name}={os.environ.get(name, '')}" for name in RANK_VARIABLES + ADDRESS_VARIABLES)
-    return f"ranks        {ranks.world_size} met by {honoured} ({launcher}), {dist.get_backend()} on {device}"
+    return f"ranks        {ranks.world_size} met by {honoured} ({launcher}), {dist.get_backend()} on {device}{_too_few_gpus(ranks, device)}"
+
+def _too_few_gpus(ranks: Ranks, device: "torch.device") -> str: # why this rank is on the CPU of a machine with GPUs
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    num_needed = max(ranks.local_rank + 1, ranks.local_world_size)
+    return f"; not on GPUs: {num_needed} processes are here, and GPUs for {num_gpus}" if device.type == "cpu" and 0 < num_gpus < num_needed else ""
 
 def _meeting_failed(ranks: Ranks, timeout_seconds: float, error: Exception) -> str:
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['COMMANDS', 'Perplexity', 'count_words', 'token_losses', 'evaluate_loader', 'bits_per_byte', 'plan_windows',
-           'window_rows', 'check_text_ids', 'perplexity', 'is_python', 'complete_function', 'syntax_rate', 'read_text',
-           'evaluate_text', 'main']
+           'window_rows', 'check_text_ids', 'perplexity', 'syntax_tree', 'is_python', 'complete_function',
+           'syntax_rate', 'read_text', 'evaluate_text', 'main']
 
 # %% ../nbs/07_eval.ipynb #ca9f9900
 import ast
@@ -191,16 +191,23 @@ def perplexity(
     return Perplexity(nll_sum, num_tokens)
 
 # %% ../nbs/07_eval.ipynb #61b889e1
+def syntax_tree(
+    code: str,  # may be indented as a whole
+) -> str | None:    # the same for two texts that differ by spaces and comments alone; None where Python's parser finds no statement
+    "What the code says, to be compared."
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(textwrap.dedent(code))
+        return ast.dump(tree) if tree.body else None
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
 def is_python(
     code: str,  # may be indented as a whole
 ) -> bool:
     "Whether Python's parser accepts the code and finds at least one statement in it."
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return bool(ast.parse(textwrap.dedent(code)).body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
+    return syntax_tree(code) is not None
 
 # %% ../nbs/07_eval.ipynb #72df2c88
 def _indent(line: str) -> int:

@@ -16,6 +16,7 @@ import torch
 from llm_from_scratch.checkpointing import load_run, save_checkpoint
 from llm_from_scratch.code_eval import (
     CodeTask,
+    adds_code,
     bleu,
     check_completions,
     pass_at_k,
@@ -178,6 +179,24 @@ def test_rates_are_means_over_tasks_and_reasons_add_up():
     assert sum(found["reasons"].values()) == 4 and found["reasons"]["passed"] == 1
 
 
+HELPER_FIRST = CodeTask("two", "def one():\n    return 1\n\n\ndef two():\n    \"\"\"Give two.\"\"\"\n", "    return one() + 1\n", "assert two() == 2\n", "two")
+
+
+@pytest.mark.parametrize("completion, is_code", [("", False), ("\n\n", False), ("    # later\n", False), ("    return (", False), ("    return (\n", False), ("    return 2", True), ("    pass\n\nx = (", True)])
+def test_a_completion_that_adds_nothing_is_no_syntax_whatever_the_prompt_holds(completion, is_code):
+    assert adds_code(HELPER_FIRST, program_of(HELPER_FIRST, completion)) is is_code
+
+
+def test_who_writes_nothing_has_a_syntax_rate_of_zero_and_is_counted_as_empty(monkeypatch):
+    pytest.importorskip("sacrebleu")
+    monkeypatch.setattr("llm_from_scratch.code_eval.run_many", lambda jobs, **options: [Outcome(False, "AssertionError") for _ in jobs])
+    tasks = read_tasks()
+    silent = score_completions(tasks, [[""] for _ in tasks])
+    assert (silent["syntax_rate"], silent["empty_rate"]) == (0.0, 1.0)
+    right = score_completions(tasks, [[task.reference] for task in tasks])
+    assert (right["syntax_rate"], right["empty_rate"]) == (1.0, 0.0)
+
+
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "a"
@@ -250,7 +269,7 @@ def test_a_card_of_code_is_checked_by_the_same_draws(run_dir, tmp_path, capsys, 
     monkeypatch.setattr("llm_from_scratch.code_eval.run_many", lambda jobs, **options: seen.append(options.get("isolate", True)) or [Outcome(True, "passed") for _ in jobs])
     assert main(["code", str(run_dir), "--limit", "2", "--samples", "2", "--k", "1", "2", "--max-new-tokens", "4", "--seed", "5", "--no-isolation", "--out", str(tmp_path)]) == 0
     card = read_card(tmp_path / "code-plain-2x2-step_00000020.json")
-    assert card["figures"] == ["pass@1", "pass@2", "syntax_rate", "bleu", "repetition_rate"] and card["sampling"]["seed"] == 5
+    assert card["figures"] == ["pass@1", "pass@2", "syntax_rate", "empty_rate", "bleu", "repetition_rate"] and card["sampling"]["seed"] == 5
     line = capsys.readouterr().out.splitlines()[-1]
     assert line == card_line(card) and card["tasks_sha256"][:8] in line and "sampling.seed 5" in line and "tok:13a" in line
     assert seen and not any(seen)

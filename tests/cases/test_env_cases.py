@@ -56,6 +56,24 @@ def test_dist_3_without_the_launchers_count_of_local_processes():
         assert env.choose_device(env.read_ranks(environ)) == torch.device("cuda", 1)
 
 
+def test_dist_3_a_local_rank_above_the_gpus_is_told_of(capsys):
+    too_many = {**EIGHT_RANKS, "LOCAL_RANK": "4", "LOCAL_WORLD_SIZE": "6"}
+    with patch("torch.cuda.is_available", return_value=True), patch("torch.cuda.device_count", return_value=4), \
+         patch("torch.distributed.get_backend", return_value="gloo"), patch("torch.distributed.init_process_group"):
+        with pytest.raises(UserError, match="LOCAL_RANK='4': expected a whole number from 0 to 3"):
+            env.read_ranks({**too_many, "RANK": "3"})
+        ranks = env.read_ranks(too_many)
+        assert env.choose_device(ranks) == torch.device("cpu")
+        with pytest.raises(UserError, match="device cuda: 6 GPUs needed"):
+            env.choose_device(ranks, "cuda")
+        with patch("torch.distributed.rendezvous", side_effect=RuntimeError("nobody")), pytest.raises(UserError, match="6 processes are here, and GPUs for 4"):
+            env.open_process_group(ranks, torch.device("cpu"))
+        for first, told in [(Ranks(0, 0, 8, 6), True), (Ranks(0, 0, 8, 4), False)]:
+            with patch("torch.distributed.rendezvous", return_value=iter([("store", 0, 8)])):
+                env.open_process_group(first, torch.device("cpu"))
+            assert ("gloo on cpu; not on GPUs: 6 processes are here, and GPUs for 4" in capsys.readouterr().err) == told
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_dist_7_occupied_port_names_the_address_within_the_limit(rank):
     before = dict(os.environ)

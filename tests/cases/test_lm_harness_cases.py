@@ -6,6 +6,10 @@ import os
 import subprocess
 import sys
 from collections import namedtuple
+from configparser import ConfigParser
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,11 +17,12 @@ import torch
 from llm_from_scratch.checkpointing import save_checkpoint
 from llm_from_scratch.config import Config, to_yaml
 from llm_from_scratch.env import UserError
-from llm_from_scratch.lm_harness import HarnessAnswers, clip_ids, read_generation_options, score_pairs, split_pair
+from llm_from_scratch.lm_harness import HarnessAnswers, clip_ids, harness_model, read_generation_options, score_pairs, split_pair
 from llm_from_scratch.model import Transformer
 from llm_from_scratch.tokenizer import Tokenizer
 
 Request = namedtuple("Request", "args")
+ROOT = Path(__file__).parents[2]
 TEXTS = [f"The answer to {n} plus {n} is {2 * n}.\n" for n in range(100)]
 
 
@@ -111,6 +116,13 @@ def test_model_arguments_are_checked(run_dir, tmp_path):
         HarnessAnswers(str(tmp_path))
 
 
+def test_the_results_say_what_was_measured(answers, run_dir):
+    facts, again = answers.get_model_info(), HarnessAnswers(str(run_dir / "checkpoints" / "step_00000001"), device="cpu", max_length=8).get_model_info()
+    assert json.loads(json.dumps(facts)) == facts and facts["window"] == 32
+    assert {"checkpoint", "checkpoint_hash", "tokenizer_fingerprint", "dtype", "device"} <= facts.keys()
+    assert {name for name in facts if facts[name] != again[name]} == {"run", "window"}
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("lm_eval"), reason="the evaluation harness is not installed")
 def test_the_harness_runs_a_local_task_without_a_network(run_dir, tmp_path, answers):
@@ -128,10 +140,54 @@ def test_the_harness_runs_a_local_task_without_a_network(run_dir, tmp_path, answ
     environment = os.environ | dict(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_HOME=str(tmp_path / "home"))
     result = subprocess.run([sys.executable, "-m", "llm_from_scratch.lm_harness", *arguments], env=environment, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stderr[-3000:]
-    found = json.loads(next((tmp_path / "out").rglob("results_*.json")).read_text())["results"]
+    written = json.loads(next((tmp_path / "out").rglob("results_*.json")).read_text())
+    found = written["results"]
+    assert written["config"]["checkpoint_hash"] == answers.get_model_info()["checkpoint_hash"]
     choose = [answers.loglikelihood([Request((f"The answer to {row['a']} plus {row['a']} is", f" {choice}")) for choice in row["choices"]]) for row in rows]
     assert found["sums"]["acc,none"] == pytest.approx(sum(one[0] >= other[0] for one, other in choose) / len(rows))
     assert found["rolling"]["bits_per_byte,none"] > 0 and 0 <= found["writing"]["exact_match,none"] <= 1
+
+
+def entry_point():
+    settings = ConfigParser(delimiters=["="])
+    settings.read(ROOT / "settings.ini", encoding="utf-8")
+    name, _, value = settings["DEFAULT"]["lm_eval_model"].partition(" = ")
+    return EntryPoint(name, value, "lm_eval.models")
+
+
+def test_the_entry_point_loads_a_model_of_the_harness(monkeypatch):
+    base = type("LM", (), {})
+    for name in ("lm_eval", "lm_eval.api", "lm_eval.api.model"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(LM=base))
+    harness_model.cache_clear()
+    try:
+        entry = entry_point()
+        found = entry.load()
+        assert entry.name == "llm_from_scratch" and issubclass(found, HarnessAnswers) and issubclass(found, base)
+        assert f"{found.__module__}:{found.__name__}" == entry.value and entry.load() is found
+    finally:
+        harness_model.cache_clear()
+    with pytest.raises(AttributeError, match="no attribute 'Other'"):
+        EntryPoint("x", "llm_from_scratch.lm_harness:Other", "lm_eval.models").load()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("lm_eval"), reason="the evaluation harness is not installed")
+def test_the_harness_own_command_runs_the_model_of_the_entry_point(run_dir, tmp_path):
+    (tmp_path / "sums.jsonl").write_text(json.dumps(dict(a=7, choices=["14.", "8."], label=0)) + "\n")
+    task = {"task": "sums", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "sums.jsonl")}}, "test_split": "test", "output_type": "multiple_choice",
+            "doc_to_text": "The answer to {{a}} plus {{a}} is", "doc_to_choice": "{{choices}}", "doc_to_target": "label", "metric_list": [{"metric": "acc"}]}
+    (tmp_path / "sums.yaml").write_text(json.dumps(task))
+    entry = entry_point()
+    # what a harness does that looks for plugins; 0.4.13 does not look, but takes what is put there
+    program = f"""import lm_eval.models; from importlib.metadata import EntryPoint; from lm_eval.api.registry import model_registry
+if "llm_from_scratch" not in model_registry: model_registry.register("llm_from_scratch", target={entry!r})
+from lm_eval.__main__ import cli_evaluate; cli_evaluate()"""
+    arguments = ["--model", "llm_from_scratch", "--model_args", f"run={run_dir}", "--tasks", "sums", "--include_path", str(tmp_path), "--output_path", str(tmp_path / "out")]
+    environment = os.environ | dict(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_HOME=str(tmp_path / "home"))
+    result = subprocess.run([sys.executable, "-c", program, *arguments], env=environment, capture_output=True, text=True, timeout=900)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert json.loads(next((tmp_path / "out").rglob("results_*.json")).read_text())["results"]["sums"]["acc,none"] in (0.0, 1.0)
 
 
 def test_without_the_harness_the_extra_is_named(monkeypatch):

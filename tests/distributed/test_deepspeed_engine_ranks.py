@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks, server_with_torch
-from test_distributed_ranks import parts_of
+from test_distributed_ranks import Forgetful, Late, make_part, parts_of, refusal
 from test_train_ranks import command, errors, finish, forked, losses
 from torch.utils.cpp_extension import get_default_build_root
 
@@ -19,6 +19,7 @@ from llm_from_scratch.distributed import barrier, broadcast_object, next_token_l
 from llm_from_scratch.env import Ranks, UserError
 from llm_from_scratch.eval import evaluate_loader
 from llm_from_scratch.model import Transformer
+from llm_from_scratch.moe import build_model
 from llm_from_scratch.optim import build_optimizer
 
 pytest.importorskip("deepspeed")
@@ -33,13 +34,13 @@ def loaded_server():
         yield
 
 
-def make(ranks, stage, *, shape=SHAPE, dtype=torch.float32, own=None, loss=next_token_loss, recomputed=(), **sections):
+def make(ranks, stage, *, shape=SHAPE, model=None, dtype=torch.float32, own=None, loss=next_token_loss, recomputed=(), **sections):
     "An engine like any run's; every weight of stage 3 is cut, which DeepSpeed would spare such small ones."
     torch.manual_seed(ranks.rank)
     engine = {"kind": "deepspeed" if stage else "ddp", "zero_stage": stage, "deepspeed_config": str(own) if own and stage else None}
     sections = {"optim": dict(kind="adamw", lr=3e-3), **sections}
     config = build_config({"train": dict(global_batch=12, micro_batch=2, loss_scale=1024.0), "engine": engine}, sections)
-    model = Transformer(shape)
+    model = model or Transformer(shape)
     model.recomputed = frozenset(recomputed)
     if config.train.weights == "bf16":
         model.bfloat16()
@@ -64,14 +65,16 @@ def load(engine, path):
 
 
 def whole_life(ranks, folder, stage, own):
-    "DDP's losses and ZeRO's; a save at step 2 without which the losses to step 4 stay the same; back from it, and a broken gradient."
-    ddp, zero = train(make(ranks, 0), ranks, range(4)), make(ranks, stage, own=own)
+    "DDP's losses and ZeRO's; a save at step 2 without which the losses to step 4 stay the same; back from it, an uneven step, and a broken gradient."
+    plain, zero = make(ranks, 0), make(ranks, stage, own=own)
+    ddp = train(plain, ranks, range(4))
     first = train(zero, ranks, range(2))
     path = save(zero, folder, 2)
     rest = train(zero, ranks, range(2, 4))
     again = make(ranks, stage, own=own)
     load(again, path)
     resumed = train(again, ranks, range(2, 4))
+    uneven = [engine.train_step(parts_of(step, ranks)[: 3 - ranks.rank]).loss for engine in (plain, again) for step in (4, 5)]
     batches = [[parts_of(9, ranks)[0]] * (2 - ranks.rank), []][ranks.rank == 1 and stage == 3]  # a rank with fewer, or none
     nll, count = evaluate_loader(zero.model, zero.even(batches), CPU)
     zero.loss = lambda model, batch: next_token_loss(model, batch) * (math.nan if ranks.rank == 1 else 1.0)
@@ -82,14 +85,15 @@ def whole_life(ranks, folder, stage, own):
     zero.close()
     alone = next_token_loss(zero.model, parts_of(9, ranks)[0]).item() if ranks.is_main else None
     barrier()
-    return ddp, [a + b for a, b in zip(first, rest)], rest, resumed, back, (broken.skipped, broken.reason), (nll, count), alone, path
+    return ddp, [a + b for a, b in zip(first, rest)], rest, resumed, back, uneven, (broken.skipped, broken.reason), (nll, count), alone, path
 
 
 def check_life(answers):
-    (ddp, zero, rest, resumed, back, broken, (nll, count), alone, path), other = answers
+    (ddp, zero, rest, resumed, back, uneven, broken, (nll, count), alone, path), other = answers
     assert zero[0] == pytest.approx(ddp[0], rel=1e-5) and zero[1] == pytest.approx(ddp[1], rel=1e-4)
     assert resumed == rest == back
-    assert broken[0] and "ZeRO keeps no whole gradient" in broken[1] and other[5] == broken
+    assert uneven[2:] == pytest.approx(uneven[:2], rel=1e-5)  # rank 1 had a micro-batch less
+    assert broken[0] and "ZeRO keeps no whole gradient" in broken[1] and other[6] == broken
     assert verify_checkpoint(path) == [] and len(list(path.glob("deepspeed/*optim_states.pt"))) == 2
     assert not [name for name in path.parent.iterdir() if name.name != path.name and "tmp" not in name.name]
     assert count > 0 and math.isfinite(nll) and math.isfinite(alone)
@@ -105,6 +109,44 @@ def test_dist_2_trn_11_other_stages(tmp_path, stage):
     own = tmp_path / "ds.json"
     own.write_text(json.dumps({"train_batch_size": "auto", "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}))
     check_life(run_ranks(whole_life, 2, tmp_path / "checkpoints", stage, own, timeout_seconds=150))
+
+
+class Odd(torch.nn.Module):
+    "297 weights: 33 x 4 of an embedding, 4 x 33 and 33 of a head."
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(33, 4), torch.nn.Linear(4, 33)
+
+    def forward(self, ids, **context): return self.head(self.embed(ids))
+
+
+def make_experts(): return build_model(SHAPE.model_copy(update=dict(num_experts=8, experts_per_token=1)))
+
+
+def odd_steps(ranks, own):
+    "Losses and norms by model and stage: three micro-batches, one, and two that count nothing; then what is said of a wrong model."
+    rows = [[range(0, 2), range(2, 4), range(4, 6)], [range(6, 12)], [range(0, 2), range(2, 4)]][ranks.rank]
+    parts, found = [make_part(0, part, counted=0 if ranks.rank == 2 else None) for part in rows], {}
+    for build in (Odd, make_experts):
+        for stage in range(4):
+            torch.manual_seed(1)
+            engine = make(ranks, stage, model=build(), own=own if stage == 3 else None)
+            found[build.__name__, stage] = [(result.loss, result.grad_norm) for result in [engine.train_step(parts) for _ in range(2)]]
+    return found, [refusal(partial(make, stage=stage), ranks, model) for stage in (1, 2, 3) for model in (Forgetful(), Late())]
+
+
+@pytest.mark.slow
+def test_mod_5_three_uneven_ranks_one_without_targets_an_odd_number_of_weights_and_idle_experts(tmp_path):
+    own = tmp_path / "ds.json"
+    own.write_text(json.dumps({"zero_optimization": {"stage3_param_persistence_threshold": 0}}))
+    first, *others = run_ranks(odd_steps, 3, own, timeout_seconds=150)
+    assert all(other == first for other in others)
+    found, said = first
+    for (name, _), steps in found.items(): assert torch.tensor(steps).allclose(torch.tensor(found[name, 0]), rtol=1e-5, atol=0)
+    torch.manual_seed(1)
+    alone = make(Ranks(), 0, model=Odd()).train_step([make_part(0, range(12))])
+    assert found["Odd", 0][0] == pytest.approx((alone.loss, alone.grad_norm), rel=1e-5)
+    assert all("'unused.weight' got no gradient" in unused and "'late' is not in the optimizer" in late for unused, late in zip(said[::2], said[1::2]))
 
 
 def low_precision(ranks, stage):

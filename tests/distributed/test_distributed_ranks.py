@@ -217,15 +217,28 @@ class Forgetful(nn.Module):
     def forward(self, ids, **context): return self.head(self.embed(ids))
 
 
-def forgets(ranks):
-    engine = make_engine(ranks, model=Forgetful())
-    try: train(engine, ranks, [0])
+class Late(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 4), nn.Linear(4, 32)
+
+    def forward(self, ids, **context):
+        if not hasattr(self, "late"): self.late = nn.Parameter(torch.ones(4))
+        return self.head(self.embed(ids) * self.late)
+
+
+def refusal(make, ranks, model):
+    "What the first step says of a model's wiring."
+    try: train(make(ranks, model=model), ranks, [0])
     except UserError as error: return str(error)
 
 
-def test_an_unused_parameter_is_named_on_every_rank():
-    found = run_ranks(forgets, 2)
-    assert found[0] == found[1] and "'unused.weight' got no gradient" in found[0]
+def forgets(ranks): return [refusal(make_engine, ranks, model) for model in (Forgetful(), Late())]
+
+
+def test_an_unused_and_a_late_parameter_are_named_on_every_rank():
+    first, second = run_ranks(forgets, 2)
+    assert first == second and "'unused.weight' got no gradient" in first[0] and "'late' is not in the optimizer" in first[1]
 
 
 def drift(ranks, odd_rank):

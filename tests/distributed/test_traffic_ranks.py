@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from llm_from_scratch import moe
 from llm_from_scratch.comm_timing import CommTimer, rank_account, socket_bytes_sent, time_comm
 from llm_from_scratch.config import EngineConfig, ModelConfig, OptimConfig
-from llm_from_scratch.dataloader import Batch
+from llm_from_scratch.dataloader import IGNORED, Batch
 from llm_from_scratch.distributed import gather_objects, next_token_loss, parameter_hashes, prepare
 from llm_from_scratch.env import Ranks, UserError
 from llm_from_scratch.expert_gradients import sparse_experts
@@ -21,9 +21,9 @@ from llm_from_scratch.optim import build_optimizer
 CPU, SEQ_LEN, NUM_EXPERTS = torch.device("cpu"), 8, 8
 
 
-def make_model(seed=0, change=lambda model: None):
+def make_model(seed=0, change=lambda model: None, balance_weight=0.0):
     torch.manual_seed(seed)
-    shape = dict(vocab_size=32, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, max_seq_len=16, balance_weight=0.0)
+    shape = dict(vocab_size=32, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, max_seq_len=16, balance_weight=balance_weight)
     model = moe.build_model(ModelConfig(**shape, num_experts=NUM_EXPERTS, experts_per_token=2))
     change(model)
     return model
@@ -130,7 +130,15 @@ def hear_shards(ranks):
     return gather_objects(sent, everywhere=True)
 
 
-def everything(ranks): return starve_each_way(ranks), odd_cases(ranks), learn(ranks), time_steps(ranks), hear_shards(ranks)
+def sit_out(ranks):
+    "Losses and norms where all ranks but the first have padding alone, and another number of micro-batches."
+    engine = make_engine(ranks, make_model(balance_weight=0.01))
+    def padded(batch): return Batch(batch.inputs, torch.full_like(batch.targets, IGNORED), batch.positions, torch.full_like(batch.doc_ids, -1), batch.row_ids)
+    results = [engine.train_step(parts_of(step, Ranks()) if ranks.is_main else [padded(part) for part in parts_of(step, Ranks())[:1 + step % 2]]) for step in range(3)]
+    return [(result.loss, result.grad_norm, result.reason) for result in results]
+
+
+def everything(ranks): return starve_each_way(ranks), odd_cases(ranks), learn(ranks), time_steps(ranks), hear_shards(ranks), sit_out(ranks)
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +167,11 @@ def test_dist_6_frozen_broken_and_forgotten_parameters(of_two_ranks):
     assert "'unused.weight' got no gradient" in found["unused {}"]
     assert found["unused {'find_unused_parameters': True}"] == [False] * 3
     assert found["static"] and "one micro-batch a step" in found["static in parts"]
+
+
+def test_mod_9_experts_on_a_rank_with_padding_alone_change_nothing(of_two_ranks):
+    for found, alone in zip(of_two_ranks[5], sit_out(Ranks()), strict=True):
+        assert found[:2] == pytest.approx(alone[:2], rel=1e-5) and found[2] == alone[2] == ""
 
 
 def test_trn_4_experts_on_ranks_train_as_one_process_does(of_two_ranks):

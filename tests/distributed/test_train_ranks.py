@@ -78,6 +78,9 @@ def test_two_ranks_give_the_curve_of_one(options, tmp_path):
     assert summaries[1]["val_loss"] == pytest.approx(summaries[0]["val_loss"], rel=1e-5)
     rows = [json.loads(line) for line in (tmp_path / "2" / "metrics.jsonl").read_text().splitlines()]
     assert all(0 < row["comm_share"] < 1 and row["comm_bytes"] > 0 for row in rows) and "Between ranks" in out
+    for row in rows:
+        by_collective = {name.split("/")[1]: row[name] for name in row if name.startswith("comm/") and name.endswith("/bytes")}
+        assert by_collective["gradients_all_reduce"] > 0 and sum(by_collective.values()) == pytest.approx(row["comm_bytes"], abs=len(by_collective))
 
 
 def test_a_stop_reaches_all_ranks_and_is_not_restarted(options, tmp_path):
