@@ -31,7 +31,7 @@ from .code_eval import CodeTask, checkpoints_parser, has_room, open_checkpoints,
 from .config import CommandParser
 from .env import UserError
 from .eval import read_text
-from .evaluation_cards import card_line, checkpoint_card, finish_card
+from .evaluation_cards import card_line, cards_folder, checkpoint_card, finish_card, write_card
 from .generate import Sampling
 
 # %% ../nbs/07ga_blind_rating.ipynb #fe645683
@@ -256,11 +256,12 @@ def is_key(
 def score_command(
     args: list[str],    # after `eval blind-score`
 ) -> int:               # 0
-    "Print each checkpoint's scores and the raters' agreement; UserError for a wrong option or file."
+    "Print each checkpoint's scores and the raters' agreement, and write its card; UserError for a wrong option or file."
     parser = CommandParser(prog="python -m llm_from_scratch.eval blind-score", description="Read several raters' files back, with their agreement.")
     parser.add_argument("ratings", nargs="+", metavar="RATINGS", help="files that the page exported, JSON or CSV, one a rater")
     parser.add_argument("--key", required=True, metavar="FILE", help="that blind-sheet wrote")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--out", default=None, metavar="DIR", help="folder for the cards (default RUN/cards of each run that is on this machine)")
     options = parser.parse_args(args)
     raters = [parse_ratings(read_text(path), path) for path in options.ratings]
     key = read_json(options.key)
@@ -273,6 +274,10 @@ def score_command(
     else:
         Console(force_jupyter=False, markup=False).print(score_table(found))
         print("\n".join(map(card_line, cards)))
+    for card in cards:
+        place = cards_folder(card["run"], options.out)
+        if options.out or place.parent.is_dir():
+            write_card(card, place, f"blind-score-{card['sheet']}-step_{card['step']}", ["run"])
     return 0
 
 def main(

@@ -32,7 +32,7 @@ from .checkpointing import Run, load_run
 from .config import CommandParser
 from .env import UserError, choose_device, read_ranks
 from .eval import complete_function, is_python, read_text, syntax_tree
-from .evaluation_cards import card_line, checkpoint_card, finish_card, same_input, write_card
+from .evaluation_cards import card_line, cards_folder, checkpoint_card, finish_card, same_input, write_card
 from .generate import Sampling, complete, generate, heal_prompt
 from .sandbox import Limits, Outcome, run_many
 
@@ -337,8 +337,7 @@ def tell_cards(
     "Print the cards, as JSON or a line each, and write them into --out or their run's cards/."
     print(json.dumps(cards, indent=2) if options.json else "\n".join(map(card_line, cards)))
     for card in cards:
-        run_dir = re.sub(r"/checkpoints/step_\d+/?$", "", str(Path(card["run"]).absolute()))
-        write_card(card, Path(options.out or Path(run_dir, "cards")), f"{name}-{card['checkpoint']}", inputs)
+        write_card(card, cards_folder(card["run"], options.out), f"{name}-{card['checkpoint']}", inputs)
 
 # %% ../nbs/07g_code_eval.ipynb #5385eff7
 def code_table(

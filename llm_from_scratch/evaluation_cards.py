@@ -6,12 +6,14 @@
 __all__ = ['CARD_VERSION', 'TOLERANCE', 'FIGURES', 'COUNTS', 'DIFFERS', 'CARD_KINDS', 'TEXT_KINDS', 'NAMED_KINDS', 'REMAKERS',
            'deterministic', 'repeat_figure', 'card_hash', 'checkpoint_card', 'finish_card', 'make_card', 'named_values',
            'card_line', 'card_table', 'Comparison', 'same_input', 'open_checkpoint', 'open_inputs', 'compare_cards',
-           'again_of_text', 'verify_card', 'verify_table', 'add_protocol', 'check_protocol', 'write_card',
-           'score_command', 'text_command', 'wikitext_command', 'read_card', 'compute_again', 'verify_command', 'main']
+           'again_of_text', 'verify_card', 'verify_table', 'add_protocol', 'check_protocol', 'cards_folder',
+           'write_card', 'score_command', 'text_command', 'wikitext_command', 'read_card', 'compute_again',
+           'verify_command', 'main']
 
 # %% ../nbs/07ea_evaluation_cards.ipynb #9f1bc828
 import argparse
 import json
+import re
 import statistics
 import sys
 from collections.abc import Callable
@@ -293,6 +295,13 @@ def check_protocol(
             if value is not None and value < 1: raise UserError(f"--{name} is {value}: give at least 1")
 
 # %% ../nbs/07ea_evaluation_cards.ipynb #f01165b4
+def cards_folder(
+    run_dir: str | Path,     # a run, or one of its checkpoints
+    out: str | None = None,  # another folder that was asked for
+) -> Path:                   # where its cards lie
+    "The run's cards/, unless another folder is named."
+    return Path(out or Path(re.sub(r"/checkpoints/step_\d+/?$", "", str(Path(run_dir).absolute())), "cards"))
+
 def write_card(
     card: dict,          # finished
     out: Path,           # folder
@@ -310,7 +319,9 @@ def score_command(
     options: argparse.Namespace, # of `add_protocol`; with run_dir, device
     split: TextSplit,            # what to score
     path: Path,                  # of its file
-    out: Path | None,            # folder for the cards; None: nothing is written
+    out: Path,                   # folder for the cards
+    *,
+    table: bool = False,         # show a table of each, too
 ) -> int:                        # 0; DIFFERS where repeats in deterministic mode are not equal
     "Score a split once for each stride; print each card, and write it."
     run, _ = open_run(options)
@@ -318,12 +329,12 @@ def score_command(
     for stride in strides:
         with deterministic(not options.no_deterministic):
             card = make_card(run, split, places=places, window=options.window, stride=stride, bos=not options.no_bos, num_repeats=options.repeats)
-        if not (options.json or out): Console(force_jupyter=False, markup=False).print(card_table(card))
+        if table and not options.json: Console(force_jupyter=False, markup=False).print(card_table(card))
         print(json.dumps(card, indent=2) if options.json else card_line(card))
-        if out:
-            detokeniser = "" if card["detokeniser"] == SPLIT_FORMATS[card["split_format"]] else f"-{card['detokeniser']}"
-            name = f"{path.name.split('.xz')[0]}-w{card['window']}-s{card['stride']}{'' if card['bos'] else '-nobos'}{detokeniser}-{card['checkpoint']}"
-            write_card(card, out, name, ["text_sha256", "scored_sha256", "split_format"])
+        detokeniser = "" if card["detokeniser"] == SPLIT_FORMATS[card["split_format"]] else f"-{card['detokeniser']}"
+        name = f"{path.name.split('.xz')[0]}-w{card['window']}-s{card['stride']}{'' if card['bos'] else '-nobos'}{detokeniser}-{card['checkpoint']}"
+        place = write_card(card, out, name, ["text_sha256", "scored_sha256", "split_format"])
+        if table and not options.json: print(f"card  {place}")
         if "repeats" in card and card["deterministic"] and card["repeats"]["deviation"] != 0:
             print(f"repeats differ by {card['repeats']['deviation']:g} in deterministic mode: something draws random numbers or sums in changing order", file=sys.stderr)
             code = DIFFERS
@@ -333,14 +344,15 @@ def score_command(
 def text_command(
     arguments: list[str], # without the program's name
 ) -> int:                 # exit code
-    "`eval --run-dir RUN --text FILE`: the card of any text, as a table or as JSON."
+    "`eval --run-dir RUN --text FILE`: the card of any text, as a table or as JSON, written into the run's cards/."
     parser = add_protocol(run_parser("eval", "Perplexity and bits a byte of a text file; `eval wikitext RUN` follows WikiText's protocol, `eval verify CARD` checks a card."))
     parser.add_argument("--text", metavar="FILE", help="UTF-8 text, scored as one document")
+    parser.add_argument("--out", default=None, metavar="DIR", help="folder for the card (default RUN/cards)")
     options = parser.parse_args(arguments)
     for name in ("run_dir", "text"):
         if not getattr(options, name): raise UserError(f"--{name.replace('_', '-')} is missing (see --help)")
     check_protocol(options)
-    return score_command(options, read_split(options.text), Path(options.text), None)
+    return score_command(options, read_split(options.text), Path(options.text), cards_folder(options.run_dir, options.out), table=True)
 
 # %% ../nbs/07ea_evaluation_cards.ipynb #7884bf57
 def wikitext_command(
@@ -357,7 +369,7 @@ def wikitext_command(
     options = parser.parse_args(arguments)
     check_protocol(options)
     split = read_split(options.data, options.split_format, options.detokeniser)
-    return score_command(options, split, Path(options.data), Path(options.out or Path(options.run_dir, "cards")))
+    return score_command(options, split, Path(options.data), cards_folder(options.run_dir, options.out))
 
 # %% ../nbs/07ea_evaluation_cards.ipynb #236523c1
 CARD_KINDS = dict.fromkeys(("checkpoint", "checkpoint_hash", "tokenizer_fingerprint"), str) | {"card_version": int, "deterministic": bool}
