@@ -30,7 +30,6 @@ from unittest import mock
 # %% ../nbs/08_troubleshooting.ipynb #966acf91
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -390,11 +389,11 @@ def show_diagnoses(
 ) -> None:
     "Print what was found, why we think so, and what to check next."
     if not found: return console.print(f"nothing found by {len(load_rules())} rules; `troubleshooting rules` lists what they know", highlight=False)
-    table = Table("cause", "evidence", "check next", "cure", title=f"{run}", title_justify="left", show_lines=True)
     for one in found:
         after = f" (from step {one.finding.step})" if one.finding.step is not None else ""
-        table.add_row(f"{one.finding.sure}: {one.rule.cause}", one.finding.evidence + after, one.describe(run)["next"], one.rule.cure)
-    console.print(table, highlight=False, markup=False)
+        texts = {"evidence": one.finding.evidence + after, "check next": one.describe(run)["next"], "cure": one.rule.cure}
+        lines = [f"{one.finding.sure}: {one.rule.cause} ({one.rule.name})", *(f"  {name:11} {text}" for name, text in texts.items())]
+        console.print("\n".join(lines), soft_wrap=True, highlight=False, markup=False) # a line is never cut: what stands in it can be copied
 
 # %% ../nbs/08_troubleshooting.ipynb #137ac898
 LATER = {"preflight": ("job_checks", "try a job before it starts"), "slowdown": ("slowdown", "why a run is slower than it was")} # in later notebooks
@@ -405,7 +404,7 @@ def command_parser() -> CommandParser:
     actions = parser.add_subparsers(dest="action", required=True, metavar="{diagnose,rules,preflight,slowdown}")
     look = actions.add_parser("diagnose", help="name the causes of a run that went wrong; exit 1 where one is found")
     look.add_argument("run", metavar="RUN", help="the run's folder")
-    look.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
+    look.add_argument("--json", action="store_true", help="print a JSON list instead of lines")
     actions.add_parser("rules", help="list every symptom with its cause, command and cure")
     for name, text in LATER.items(): actions.add_parser(name, help=text[1])
     return parser
