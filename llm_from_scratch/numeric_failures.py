@@ -256,6 +256,7 @@ def rises(
     steps, losses = evidence.column("loss")
     return steps[1:][(np.diff(losses) > nats) & (steps[1:] > 10)]
 
+# %% ../nbs/08b_numeric_failures.ipynb #14b71900
 def usual_norms(
     norms: np.ndarray,  # a step each
     width: int = 20,    # steps before and after
@@ -263,6 +264,7 @@ def usual_norms(
     "The median norm of the steps around each one."
     return np.array([np.median(norms[max(0, place - width):place + width]) for place in range(len(norms))])
 
+# %% ../nbs/08b_numeric_failures.ipynb #8a13b326
 @failure("clip-lets-loss-swing")
 def swing(
     folder: Path,            # gets the run
