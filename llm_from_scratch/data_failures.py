@@ -54,6 +54,7 @@ def documents_of(
             found.append(EncodedDocument(np.array(tokens[begin:end]), f"{number}-{begin}", num_bytes=4 * (end - begin)))
     return found
 
+# %% ../nbs/08a_data_failures.ipynb #3cd04287
 def rewritten(
     place: Path,      # gets train/ and val/
     change: Callable, # (split, its documents, documents of the other split) -> documents to store
@@ -286,6 +287,7 @@ def whole_split(
     if not config or not shards: return None
     return TokenLoader(shards, batch_size=1, seq_len=config.train.seq_len, shuffle=False, prefetch_batches=0).num_rows * config.train.seq_len
 
+# %% ../nbs/08a_data_failures.ipynb #75fbceeb
 def stored_reading(
     evidence: Evidence,   # of a run on one rank
     rows: int,            # of a batch

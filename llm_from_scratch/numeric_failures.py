@@ -293,6 +293,7 @@ def swing(
 # %% ../nbs/08b_numeric_failures.ipynb #7ce91248
 LARGE_NORM = 1.75 # times the usual one; rises of runs with 2 to 8 rows a step had 0.7 to 1.5 nearly always, those below 2 and more
 
+# %% ../nbs/08b_numeric_failures.ipynb #3a4ec3db
 @rule("numeric", symptom="loss jumps up and comes back, again and again", cause="the clip threshold is too high for this rate: single large gradients move the weights too far", command="grep -o '\"grad_norm\": [^,]*' {run}/metrics.jsonl",
       cure="optim.max_grad_norm near the usual norm of quiet steps, optim.clip dynamic, or a lower rate")
 def clip_lets_loss_swing(
