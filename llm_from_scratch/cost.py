@@ -75,7 +75,7 @@ def _gpu(name, gigabytes, half, single, bandwidth, cluster, host, source): retur
 
 DESK, POD = CLUSTERS["pcie-25gbe"], CLUSTERS["nvlink-ib"]
 GPUS = {gpu.name: gpu for gpu in (
-    _gpu("3090", 24, 71, 35.6, 936, DESK, PCIE_4, "NVIDIA, Ampere GA102 whitepaper, appendix A (as remembered)"),
+    _gpu("3090", 24, 71, 35.6, 936, DESK, PCIE_4, "NVIDIA, Ampere GA102 whitepaper, appendix A (checked in copies: 142 dense where fp16 accumulates, half of it here)"),
     _gpu("4090", 24, 165.2, 82.6, 1008, DESK, PCIE_4, "NVIDIA, Ada whitepaper, appendix A (checked in copies)"),
     _gpu("l40s", 48, 362.05, 91.6, 864, DESK, PCIE_4, "NVIDIA, L40S data sheet (checked in copies)"),
     _gpu("a100-40", 40, 312, 19.5, 1555, POD, PCIE_4, "NVIDIA, A100 data sheet, SXM (checked in copies)"),
@@ -239,7 +239,7 @@ def suggest_batch(
     num_parameters: float, # of the model
     tokens: float,         # of training
 ) -> float:                # tokens a step
-    "Half the critical batch at the final loss: Kaplan and others 2020, arXiv 2001.08361, figure 10."
+    "Half the critical batch at the final loss: Kaplan and others 2020, arXiv 2001.08361, figure 10 (as remembered)."
     return 0.5 * 2.1e8 * final_loss(num_parameters, tokens) ** -4.8
 
 # %% ../nbs/07c_cost.ipynb #ff38aed9

@@ -5,16 +5,19 @@
 # %% auto #0
 __all__ = ['documents_of', 'rewritten', 'pollute', 'spikes', 'replay', 'oddest_row', 'polluted_batch', 'drop_eos', 'end_share',
            'eos_missing', 'slow_reading', 'starve', 'loader_starves_device', 'keep_batches', 'loader_leaks_memory',
-           'repeat_batches', 'workers_send_same_data', 'count_twice', 'whole_split', 'validation_not_as_stored',
-           'leak_validation', 'shared_documents', 'validation_in_training', 'forget_eval', 'eval_mode_forgotten',
-           'swap_tokenizer', 'tokenizer_mismatch', 'train_short', 'losses_by_length', 'position_beyond_training',
-           'unknown_script', 'unknown_share', 'only_unknown_tokens', 'rewrite_shard', 'shard_rewritten']
+           'repeat_batches', 'workers_send_same_data', 'count_twice', 'whole_split', 'stored_reading',
+           'validation_not_as_stored', 'leak_validation', 'shared_documents', 'validation_in_training', 'forget_eval',
+           'eval_mode_forgotten', 'swap_tokenizer', 'tokenizer_mismatch', 'train_short', 'losses_by_length',
+           'position_beyond_training', 'unknown_script', 'unknown_share', 'only_unknown_tokens', 'rewrite_shard',
+           'shard_rewritten']
 
 # %% ../nbs/08a_data_failures.ipynb #cd8551bd
 import itertools
+import math
 import re
 import shutil
 import time
+import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -31,6 +34,7 @@ import torch
 from .artifacts import verify_manifest
 from .checkpointing import load_run
 from .dataloader import Batch, TokenLoader
+from .efficiency import is_measured
 from .model import cross_entropy
 from .run_facts import batch_hash
 from .token_shards import EncodedDocument, TokenShards, document_at, open_shards, write_shards
@@ -51,6 +55,7 @@ def documents_of(
             found.append(EncodedDocument(np.array(tokens[begin:end]), f"{number}-{begin}", num_bytes=4 * (end - begin)))
     return found
 
+# %% ../nbs/08a_data_failures.ipynb #3cd04287
 def rewritten(
     place: Path,      # gets train/ and val/
     change: Callable, # (split, its documents, documents of the other split) -> documents to store
@@ -81,11 +86,13 @@ def pollute(
 def spikes(
     evidence: Evidence,   # of a run
     nats: float = 0.5,    # above the median of the four steps before
+    times: float = 5.0,   # a gradient norm so many times that of the four steps before does, too, where the loss rose a little
 ) -> list[tuple[float, int]]: # height and step, the highest first
     "Steps whose loss stands out."
-    steps, losses = evidence.column("loss")
-    heights = [(float(losses[n] - np.median(losses[n - 4:n])), int(steps[n])) for n in range(4, len(losses))]
-    return sorted((pair for pair in heights if pair[0] > nats), reverse=True)
+    (steps, losses), norms = evidence.column("loss"), dict(zip(*(each.tolist() for each in evidence.column("grad_norm"))))
+    heights = [(float(losses[n] - np.median(losses[n - 4:n])), n) for n in range(4, len(losses))]
+    is_large = lambda n: norms.get(steps[n], 0) > times * np.median([norms.get(step, math.inf) for step in steps[n - 4:n]])
+    return sorted(((height, int(steps[n])) for height, n in heights if height > nats or height > nats / 5 and is_large(n)), reverse=True)
 
 # %% ../nbs/08a_data_failures.ipynb #c963f681
 def replay(
@@ -159,9 +166,11 @@ def eos_missing(
     evidence: Evidence, # of a run
 ) -> Finding | None:
     "The last token of the documents."
-    shards = evidence.shards("train")
-    if not shards or (share := end_share(shards)) > 0.99: return None
-    return Finding(f"{1 - share:.0%} of the documents of the training shards do not end in EOS (id {shards.eos_id}); validation loss is {evidence.column('val_loss')[1][-1:].round(3).tolist()}", "certain", 1)
+    for split in ("train", "val"):
+        shards = evidence.shards(split)
+        if not shards or (share := end_share(shards)) > 0.99: continue
+        return Finding(f"{1 - share:.0%} of the documents of the {split} shards do not end in EOS (id {shards.eos_id}); validation loss is {evidence.column('val_loss')[1][-1:].round(3).tolist()}", "certain", 1)
+    return None
 
 # %% ../nbs/08a_data_failures.ipynb #7f303482
 def slow_reading(
@@ -191,11 +200,13 @@ def starve(
 def loader_starves_device(
     evidence: Evidence, # of a run
 ) -> Finding | None:
-    "More than a quarter of the time of most steps spent waiting."
+    "More than a quarter of the time of most steps spent waiting, in the run or in its last third."
     steps, shares = evidence.column("data_wait_share")
+    begin = 0 if len(steps) < 8 or np.median(shares) >= 0.25 else len(steps) - max(8, len(steps) // 3) # all of the run, or its end
+    steps, shares = steps[begin:], shares[begin:]
     if len(steps) < 8 or not np.median(shares) >= 0.25: return None
     options = f"; data.num_workers {evidence.config.data.num_workers}, data.prefetch_batches {evidence.config.data.prefetch_batches}" if evidence.config else ""
-    return Finding(f"at the median {np.median(shares):.0%} of a step is spent waiting for its batch, over {len(steps)} steps{options}", "certain", int(steps[0]))
+    return Finding(f"at the median {np.median(shares):.0%} of a step is spent waiting for its batch, over {len(steps)} steps from step {steps[0]} on{options}", "certain", int(steps[0]))
 
 # %% ../nbs/08a_data_failures.ipynb #34ebd41a
 @failure("loader-leaks-memory")
@@ -276,6 +287,18 @@ def whole_split(
     if not config or not shards: return None
     return TokenLoader(shards, batch_size=1, seq_len=config.train.seq_len, shuffle=False, prefetch_batches=0).num_rows * config.train.seq_len
 
+# %% ../nbs/08a_data_failures.ipynb #75fbceeb
+def stored_reading(
+    evidence: Evidence,   # of a run on one rank
+    rows: int,            # of a batch
+    most: int = 5_000_000, # tokens to read for it
+) -> int | None:          # None where the shards are gone, hold more, or were changed
+    "The hash that a validation leaves which reads the split in its order."
+    config, shards, reading = evidence.config, evidence.shards("val"), 0
+    if not config or not shards or shards.num_tokens > most or verify_manifest(shards.path): return None
+    for batch in TokenLoader(shards, batch_size=rows, seq_len=config.train.seq_len, shuffle=False, prefetch_batches=0): reading = zlib.crc32(np.ascontiguousarray(batch.inputs.numpy()).data, reading)
+    return reading
+
 # %% ../nbs/08a_data_failures.ipynb #e56115c3
 @rule("data", symptom="validation loss jitters, or differs from that of another number of ranks", cause="validation is shuffled, or counts rows twice", command="grep -o '\"val_tokens[^,]*\\|\"val_reading[^,]*' {run}/log.jsonl",
       cure="read the split in its order, without shuffling, filling or dropping; mask the rows that only fill up")
@@ -287,8 +310,13 @@ def validation_not_as_stored(
     if not records: return None
     counts, readings = {record["val_tokens"] for record in records}, {record["val_reading"] for record in records[-5:]}
     if expected and counts != {expected}: return Finding(f"validations counted {sorted(counts)} tokens, the split has {expected:,} in whole rows; {len(readings)} different readings in {len(records)} validations", "certain", records[0]["step"])
-    if len({record.get("ranks") for record in evidence.records("start")}) > 1 or len(readings) == 1: return None
-    return Finding(f"{len(readings)} of the last {len(records[-5:])} validations read other tokens or another order", "certain", records[0]["step"])
+    ranks = {record.get("ranks", 1) for record in evidence.records("start")}
+    if len(ranks) > 1: return None
+    if len(readings) > 1: return Finding(f"{len(readings)} of the last {len(records[-5:])} validations read other tokens or another order", "certain", records[0]["step"])
+    last = records[-1]
+    if ranks != {1} or evidence.config and evidence.config.data.mix or not is_measured(last, "val_rows", "val_calls") or not last["val_calls"] or last["val_rows"] % last["val_calls"]: return None
+    if (stored := stored_reading(evidence, last["val_rows"] // last["val_calls"])) in (None, last["val_reading"]): return None
+    return Finding(f"all {len(records)} validations read the same rows, but not in the order of the split: their hash is {last['val_reading']:08x}, that of the shards {stored:08x}", "certain", records[0]["step"])
 
 # %% ../nbs/08a_data_failures.ipynb #753eed3f
 @failure("validation-in-training")
@@ -310,7 +338,10 @@ def shared_documents(
     if not train or not val: return [], 0
     def hashes(shards):
         spans = ((tokens, begin, end, number) for number, (tokens, starts) in enumerate(zip(shards.shards, shards.starts)) for begin, end in itertools.pairwise([*starts.tolist(), len(tokens)]))
-        return {hash(np.asarray(tokens[begin:end]).tobytes()): (number, begin) for tokens, begin, end, number in itertools.islice(spans, most) if end - begin > 8}
+        ends = [each for each in (shards.bos_id, shards.eos_id) if each is not None]
+        def text(ids): # without its ends, which another script may have set otherwise
+            return np.trim_zeros(np.where(np.isin(ids, ends), 0, ids.astype(np.int64) + 1))
+        return {hash(text(np.asarray(tokens[begin:end])).tobytes()): (number, begin) for tokens, begin, end, number in itertools.islice(spans, most) if end - begin > 8}
     held, seen = hashes(val), hashes(train).keys()
     return [document_at(val, *held[name])["id"] for name in held.keys() & seen][:100], len(held)
 

@@ -252,6 +252,7 @@ def worker_vanished(
     "A start without an end that nobody goes on with, or a connection that the other side closed."
     told = " ".join([evidence.last_words, *evidence.texts("stalled_rank_*.txt").values()])
     if lost := GONE.search(told): return Finding(f"another rank is gone: {lost.group()}", "likely", evidence.crash.get("step"))
+    if "deadlock in collective" in told: return None # the watchdog ended it
     ends = [record["message"] for record in evidence.log if record.get("message") in ("start", "end", "crash")]
     if not ends or ends[-1] != "start" or is_going_on(evidence.run): return None
     last = int(evidence.metrics[-1]["step"]) if evidence.metrics else 0

@@ -8,13 +8,14 @@ __all__ = ['STRETCH_TOKENS', 'MOST_TOKENS', 'SPAN_TOKENS', 'SEEN', 'OVERFIT_STEP
            'check_labels', 'span_hashes', 'found_shares', 'check_overlap', 'check_tokenizer', 'gradient_faults',
            'check_gradients', 'largest_moves', 'check_causality', 'check_masks', 'check_overfit', 'check_fit',
            'small_copy', 'count_weights', 'check_resume', 'environment_checks', 'check_plan', 'attempt', 'data_checks',
-           'model_checks', 'check_job', 'job_table', 'check_options', 'main']
+           'model_checks', 'check_job', 'job_table', 'cures', 'check_options', 'main']
 
 # %% ../nbs/08e_job_checks.ipynb #c58eb871
 import argparse
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -25,7 +26,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
+from rich.table import Column, Table
 from torch import nn
 
 from . import training_loop
@@ -39,6 +41,7 @@ from .distributed import plan_batch
 from .env import Check, Ranks, UserError, choose_device, choose_dtype, preflight, run_command
 from .launch import available_bytes, check_readers, check_saving, claim_folder, idle_options, resolve
 from .model import document_positions
+from .monitoring import clock_text
 from .optim import parameter_names, set_lr
 from .preflight import machine_checks
 from .token_shards import TokenShards
@@ -456,12 +459,19 @@ def check_job(
 COLOURS = {"pass": "green", "warn": "yellow", "fail": "bold red"}
 
 def job_table(
-    checks: list[JobCheck], # as made
+    checks: list[JobCheck],       # as made
+    title: str = "before the job", # above it
 ) -> Table:
-    "A row a check."
-    table = Table("check", "", "evidence", "cure", title="before the job", title_justify="left")
-    for check in checks: table.add_row(check.name, f"[{COLOURS[check.verdict]}]{check.verdict}[/]", check.evidence.replace("[", "\\["), check.cure)
+    "A row a check; what to do is in `cures`, since a cell would break commands."
+    table = Table("check", "", Column("evidence", overflow="fold"), title=title, title_justify="left")
+    for check in checks: table.add_row(check.name, f"[{COLOURS[check.verdict]}]{check.verdict}[/]", escape(check.evidence))
     return table
+
+def cures(
+    checks: list[JobCheck], # as made
+) -> str:                   # empty where all passed
+    "A line for each that did not pass, whole, so that its command can be copied."
+    return "\n".join(f"{check.verdict}  {check.name}: {check.cure}" for check in checks if check.verdict != "pass")
 
 # %% ../nbs/08e_job_checks.ipynb #3fac5855
 NAMES = (*CURES, "plan", "data", *(f"{kind} ({split})" for kind in ("ids", "document ends") for split in ("train", "val")), "tokenizer", "validation in training", "memory fit", "model",
@@ -488,10 +498,13 @@ def main(
     options, rest = parser.parse_known_args(arguments)
     check_options(options)
     asked, config, _ = resolve(rest)
+    begun = time.monotonic()
     checks = check_job(config, Path(asked.run_dir or "runs"), world_size=options.ranks, memory_bytes=options.memory_gb and int(options.memory_gb * 1e9),
                        resume=asked.resume, leave_out=tuple(options.leave_out))
     if options.json: print(json.dumps([asdict(check) for check in checks], indent=2))
-    else: Console(force_jupyter=False, soft_wrap=not sys.stdout.isatty()).print(job_table(checks))
+    else:
+        Console(force_jupyter=False, soft_wrap=not sys.stdout.isatty()).print(job_table(checks, f"before the job: {len(checks)} checks in {clock_text(time.monotonic() - begun)}"))
+        if told := cures(checks): print(told)
     failed = [check.name for check in checks if check.verdict == "fail"]
     if failed: raise UserError(f"{len(failed)} of {len(checks)} checks failed: {', '.join(failed)}")
     return 0

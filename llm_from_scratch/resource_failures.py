@@ -169,11 +169,15 @@ OUT_OF_MEMORY = r"out of memory|can't allocate memory|OutOfMemoryError|MemoryErr
 def memory_leak(
     evidence: Evidence, # of a run
 ) -> Finding | None:
-    "Tensors with a backward pass that stay alive from validation to validation."
+    "Tensors with a backward pass that stay alive from validation to validation, or bytes of any tensors that grow by a fifth."
     rate, count = growth(evidence.log, "live_graphs")
-    if rate <= 0.02: return None
+    kept, size = growth(evidence.log, "live_tensor_bytes", late=10**9) # all the time only
+    if rate <= 0.02 and not kept: return None
     step, last = evidence.records("validation")[0]["step"], evidence.records("validation")[-1]
     end = f"; it ended in: {evidence.last_words[:100]}" if re.search(OUT_OF_MEMORY, evidence.last_words) else ""
+    grown = kept * (last["step"] - step)
+    if rate <= 0.02 and (grown < 0.2 * (size - grown) or growth(evidence.log, "live_batches")[0] > 0.02): return None
+    if rate <= 0.02: return Finding(f"tensors without a graph grow by {kept:,.0f} bytes a step, to {size:,} at step {last['step']}" + end, "likely", step)
     return Finding(f"tensors with a backward pass grow by {rate:.2g} a step, to {count} at step {last['step']}; {last['live_tensor_bytes']:,} bytes are in live tensors" + end, "certain", step)
 
 # %% ../nbs/08ba_resource_failures.ipynb #9aa5097f
@@ -198,8 +202,8 @@ def memory_peak(
 ) -> Finding | None:
     "Out of memory without anything that grew before; allocated against reserved."
     crash, words = evidence.crash, evidence.last_words
-    if not re.search(OUT_OF_MEMORY, words) or growth(evidence.log, "live_graphs")[0] > 0.02 or growth(evidence.log, "live_batches")[0] > 0.02: return None
-    asked = re.search(r"(?:tried|Tried) to allocate ([\d.]+ ?\w+)", words)
+    if not re.search(OUT_OF_MEMORY, words) or memory_leak(evidence) or growth(evidence.log, "live_batches")[0] > 0.02: return None
+    asked = re.search(r"(?:[Tt]ried|Unable) to allocate ([\d.]+ ?\w+)", words)
     allocated, reserved = crash.get("device_memory_allocated"), crash.get("device_memory_reserved")
     held = f"; {allocated:,} bytes allocated, {reserved:,} reserved: {1 - allocated / reserved:.0%} of what is held is free but in pieces" if reserved else f"; the process held {crash.get('host_bytes', 0):,} bytes, {crash.get('host_available_bytes', 0):,} were free"
     return Finding(f"step {crash.get('step', 0) + 1} asked for {asked[1] if asked else 'more than there is'} and did not get it; nothing grew in the steps before" + held, "certain" if asked else "likely", crash.get("step", 0) + 1)

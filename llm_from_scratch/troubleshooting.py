@@ -30,7 +30,6 @@ from unittest import mock
 # %% ../nbs/08_troubleshooting.ipynb #966acf91
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -138,12 +137,15 @@ def readable_rows(
 def growth(
     log: list[dict],    # of a run
     name: str,          # of a count or of bytes in the validations
-) -> tuple[float, int]: # a step, over the last sitting, 0 where it ever fell; and the newest value
-    "How a count rose from validation to validation."
+    late: int = 5,      # values that rise one after another to the end are growth as well, so many at least
+) -> tuple[float, int]: # a step, over the last sitting, 0 where it fell or stood; and the newest value
+    "How a count rose from validation to validation, all the time or at the end."
     validations = [record for record in log if record.get("message") == "validation"]
     found = [(record["step"], record[name]) for record in validations if is_measured(record, "step", name)]
     found = found[next((n for n in range(len(found) - 1, 0, -1) if found[n][0] <= found[n - 1][0]), 0):]
-    if len(found) < 3 or any(after <= before for (_, before), (_, after) in zip(found, found[1:])): return 0.0, found[-1][1] if found else 0
+    stood = max((n for n in range(1, len(found)) if found[n][1] <= found[n - 1][1]), default=0) # the last place where it did not rise
+    if len(found[stood:]) < (late if stood else 3): return 0.0, found[-1][1] if found else 0
+    found = found[stood:]
     return (found[-1][1] - found[0][1]) / (found[-1][0] - found[0][0]), found[-1][1]
 
 # %% ../nbs/08_troubleshooting.ipynb #c3edfe5b
@@ -338,12 +340,13 @@ def failure(
 HEALTHY = { # runs of different kinds in which no rule should find anything
     "adamw": {}, "muon": {"optim": dict(kind="muon")}, "experts": {"model": dict(num_experts=4, experts_per_token=2, intermediate_size=32)},
     "resumed": {"train": dict(steps=6)}, "bf16 without masks": {"train": dict(dtype="bf16"), "data": dict(document_mask=False)},
+    "few rows": {"train": dict(steps=60, global_batch=1, micro_batch=1), "optim": dict(lr=0.01), "eval": dict(every_steps=60), "checkpoint": dict(every_steps=20)}, # whose loss jumps from batch to batch
 }
 
 def healthy_runs(
     folder: Path,      # gets a run each
 ) -> dict[str, Path]:  # by kind
-    "Five practice runs with nothing wrong."
+    "Practice runs with nothing wrong."
     runs = {name: practice_run(folder / name.replace(" ", "-"), sections) for name, sections in HEALTHY.items()}
     practice_run(runs["resumed"], {"train": dict(steps=12)}, resume="auto")
     return runs
@@ -390,11 +393,11 @@ def show_diagnoses(
 ) -> None:
     "Print what was found, why we think so, and what to check next."
     if not found: return console.print(f"nothing found by {len(load_rules())} rules; `troubleshooting rules` lists what they know", highlight=False)
-    table = Table("cause", "evidence", "check next", "cure", title=f"{run}", title_justify="left", show_lines=True)
     for one in found:
         after = f" (from step {one.finding.step})" if one.finding.step is not None else ""
-        table.add_row(f"{one.finding.sure}: {one.rule.cause}", one.finding.evidence + after, one.describe(run)["next"], one.rule.cure)
-    console.print(table, highlight=False, markup=False)
+        texts = {"evidence": one.finding.evidence + after, "check next": one.describe(run)["next"], "cure": one.rule.cure}
+        lines = [f"{one.finding.sure}: {one.rule.cause} ({one.rule.name})", *(f"  {name:11} {text}" for name, text in texts.items())]
+        console.print("\n".join(lines), soft_wrap=True, highlight=False, markup=False) # a line is never cut: what stands in it can be copied
 
 # %% ../nbs/08_troubleshooting.ipynb #137ac898
 LATER = {"preflight": ("job_checks", "try a job before it starts"), "slowdown": ("slowdown", "why a run is slower than it was")} # in later notebooks
@@ -405,7 +408,7 @@ def command_parser() -> CommandParser:
     actions = parser.add_subparsers(dest="action", required=True, metavar="{diagnose,rules,preflight,slowdown}")
     look = actions.add_parser("diagnose", help="name the causes of a run that went wrong; exit 1 where one is found")
     look.add_argument("run", metavar="RUN", help="the run's folder")
-    look.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
+    look.add_argument("--json", action="store_true", help="print a JSON list instead of lines")
     actions.add_parser("rules", help="list every symptom with its cause, command and cure")
     for name, text in LATER.items(): actions.add_parser(name, help=text[1])
     return parser

@@ -147,7 +147,19 @@ def finish(site: Path) -> list[str]:
             changed = changed.replace(KATEX_URL, f"{offset}site_libs/katex")
         if changed != text:
             path.write_text(changed, encoding="utf-8")
-    return missing_pages(site) + broken_links(site)
+    return missing_pages(site) + broken_links(site) + foreign_requests(site)
+
+
+def foreign_requests(site: Path) -> list[str]:
+    "What a browser would fetch from another host when it shows a page; links that a reader may follow are none, nor is KaTeX where npm was missing."
+    host, faults = r"((?:https?:)?//[^\"'\s)>]+)", []
+    tags = [rf"<(?:script|img|iframe|source|video|audio)\b[^>]*\ssrc=[\"']{host}", rf"<link\b(?=[^>]*rel=[\"'](?:stylesheet|preload|icon|modulepreload))[^>]*\shref=[\"']{host}"]
+    styles = [rf"url\([\"']?{host}", rf"@import\s+[\"']{host}"]
+    for path in sorted([*site.rglob("*.html"), *site.rglob("*.css")]):
+        text = path.read_text(encoding="utf-8")
+        found = {url for pattern in (tags + styles if path.suffix == ".html" else styles) for url in re.findall(pattern, text) if not url.startswith(KATEX_URL)}
+        faults += [f"{path}: a request to another host, {url}" for url in sorted(found)]
+    return faults
 
 
 def broken_links(site: Path) -> list[str]:

@@ -38,6 +38,13 @@ def test_a_rank_that_lost_its_peer_says_so(tmp_path):
     assert (found.step, found.sure) == (7, "likely") and "another rank is gone" in found.evidence
 
 
+def test_a_rank_that_the_watchdog_ended_has_not_vanished(tmp_path):
+    run = log(tmp_path / "run", {"message": "start", "step": 0}).run
+    assert [one.rule.name for one in diagnose(run)] == ["worker-vanished"]
+    (run / "stalled_rank_1.txt").write_text("error: deadlock in collective 80 of group 0 (14 s): rank 1 in barrier (step 13); rank 0 has not come: step 13\n")
+    assert [one.rule.name for one in diagnose(run)] == ["barrier-missed"]
+
+
 def test_one_slow_save_is_no_trend(tmp_path):
     saves = [{"message": "saved", "step": step, "seconds": 9.0 if step == 4 else 1.0, "bytes": 100} for step in range(12)]
     assert storage_failures.disk_slows_down(log(tmp_path / "once", *saves)) is None

@@ -51,7 +51,7 @@ def test_a_failure_is_reproduced_and_diagnosed(name, folder, healthy):
     row = try_failure(FAILURES[name], folder / name, healthy)
     assert row["reproduced"], f"{name}: its symptom did not show"
     assert row["diagnosed"] and row["rank"] == 1, row
-    assert row["false_alarms"] == 0 and row["healthy"] == 5
+    assert row["false_alarms"] == 0 and row["healthy"] == len(HEALTHY) >= 5
 
 
 def test_every_rule_has_its_failure_and_its_texts():

@@ -69,6 +69,22 @@ def test_doc_6_a_missing_page_and_a_broken_link_are_named(small_site):
     assert "_docs/index.html: broken link gone.html" in result.stderr and "example.org" not in result.stderr
 
 
+def test_a_page_that_asks_another_host_for_something_is_named(small_site):
+    site = small_site / "_docs"
+    site.mkdir()
+    for name in ("index", "sums"):
+        (site / f"{name}.html").write_text("<h1>Numbers</h1>")
+    finish = [sys.executable, "scripts/docs.py", "finish", "_docs"]
+    assert subprocess.run(finish, cwd=small_site, capture_output=True, timeout=300).returncode == 0
+    link, quiet = '<link href="https://a.example/s.css" rel="stylesheet">', '<a href="https://b.example">far</a><link rel="canonical" href="https://c.example">'
+    (site / "index.html").write_text(f'<h1>Numbers</h1>{link}{quiet}<script src="//d.example/x.js"></script>')
+    (site / "own.css").write_text("body { background: url(https://e.example/i.png) }")
+    result = subprocess.run(finish, cwd=small_site, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 1
+    told = [line.rpartition(" ")[2] for line in result.stderr.splitlines() if "another host" in line]
+    assert told == ["//d.example/x.js", "https://a.example/s.css", "https://e.example/i.png"]
+
+
 def test_every_notebook_is_in_the_sidebar_and_in_the_table_of_the_home_page():
     sidebar = (ROOT / "_quarto.yml").read_text().partition("sidebar:")[2]
     home = "\n".join(cell.source for cell in read_notebook(ROOT / "nbs" / "index.ipynb").cells)
