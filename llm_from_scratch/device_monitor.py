@@ -87,12 +87,15 @@ class HostReader:
         folder: str | Path = ".", # whose disk is watched
     ):
         self.folder, self.process, self.counted = folder, psutil.Process(), disk_counters(folder)
+        self.looked = time.monotonic()
         self.process.cpu_percent(), psutil.cpu_percent()
 
     def __call__(self) -> dict: # name -> number
-        "Read once; a disk without a request since the last time has no wait."
-        found = {"cpu_percent": psutil.cpu_percent(), "process_cpu_percent": self.process.cpu_percent(), "host_rss_bytes": self.process.memory_info().rss,
-                 "host_available_bytes": psutil.virtual_memory().available, "disk_free_bytes": psutil.disk_usage(str(self.folder)).free}
+        "Read once; a disk without a request since the last time has no wait, processors looked at just before have no share."
+        found = {"host_rss_bytes": self.process.memory_info().rss, "host_available_bytes": psutil.virtual_memory().available,
+                 "disk_free_bytes": psutil.disk_usage(str(self.folder)).free}
+        if (now := time.monotonic()) - self.looked >= 0.1: # the kernel counts in hundredths of a second: less gives 0 or several hundred percent
+            self.looked, found = now, {"cpu_percent": psutil.cpu_percent(), "process_cpu_percent": self.process.cpu_percent(), **found}
         before, self.counted = self.counted, disk_counters(self.folder)
         if before and self.counted and self.counted[0] > before[0]: found["disk_await_ms"] = (self.counted[1] - before[1]) / (self.counted[0] - before[0])
         return found

@@ -245,7 +245,7 @@ def generate(
     "Answer each prompt; errors as `Sampling` and `generate_steps`."
     answers, sampling = [[] for _ in ids], Sampling(temperature, top_k, top_p, repetition_penalty, seed)
     steps = generate_steps(model, ids, max_new_tokens=max_new_tokens, sampling=sampling, eos_id=eos_id, pad_id=pad_id, respell=respell)
-    for step in steps if ids else ():
+    for step in steps if len(ids) else ():
         for answer, new_id in zip(answers, step):
             if new_id is not None:
                 answer.append(new_id)

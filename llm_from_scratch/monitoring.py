@@ -530,7 +530,8 @@ h1 { font-size: 1.7rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .8rem; }
 table { border-collapse: collapse; } td { padding: .3rem 1.6rem .3rem 0; border-bottom: 1px solid var(--edge); }
 td:last-child { font-weight: 600; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
 .pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(26rem, 100%), 1fr)); gap: 1rem; }
-.pictures img { width: 100%; background: white; border: 1px solid var(--edge); border-radius: 6px; }
+.pictures img { width: 100%; background: white; border: 1px solid var(--edge); border-radius: 6px; } .pictures img[alt^="Gradients"] { grid-column: 1 / -1; }
+@media (prefers-color-scheme: dark) { .pictures img { filter: brightness(.88); } }
 pre { background: var(--soft); border-radius: 6px; padding: .8rem 1rem; overflow-x: auto; font-size: .85rem; }
 footer { margin-top: 2.5rem; opacity: .65; font-size: .85rem; }
 """

@@ -71,7 +71,8 @@ def probe_spelling(
             hits[kind] += spells(written, probe.answer)
         if not spells(written, probe.answer):
             misses.append(dict(asdict(probe), written=written))
-    return dict(rates={kind: hits[kind] / totals[kind] for kind in totals}, num_probes=dict(totals), misses=misses)
+    kinds = sorted(totals, key="all".__eq__) # the sum stands last
+    return dict(rates={kind: hits[kind] / totals[kind] for kind in kinds}, num_probes={kind: totals[kind] for kind in kinds}, misses=misses)
 
 # %% ../nbs/07gb_spelling.ipynb #33a38e47
 def spelling_card(

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from llm_from_scratch.config import LogConfig
-from llm_from_scratch.device_monitor import DeviceMonitor, NvidiaReader, RunMeter, main, throttle_reasons, watch_device
+from llm_from_scratch.device_monitor import DeviceMonitor, HostReader, NvidiaReader, RunMeter, main, throttle_reasons, watch_device
 from llm_from_scratch.efficiency import BestStretch, Efficiency, efficiency_figures
 from llm_from_scratch.env import Ranks, UserError
 from llm_from_scratch.monitoring import Throughput, Window
@@ -142,3 +142,11 @@ def test_ctrl_c_ends_the_live_view():
     finally:
         process.kill()
         process.wait()
+
+
+def test_processors_have_no_share_before_the_kernel_has_counted():
+    reader = HostReader()
+    assert "cpu_percent" not in reader() and "host_rss_bytes" in reader()
+    reader.looked -= 1
+    seen = reader()
+    assert 0 <= seen["cpu_percent"] <= 100 and "process_cpu_percent" in seen and "cpu_percent" not in reader()
