@@ -343,7 +343,7 @@ def shared_documents(
             return np.trim_zeros(np.where(np.isin(ids, ends), 0, ids.astype(np.int64) + 1))
         return {hash(text(np.asarray(tokens[begin:end])).tobytes()): (number, begin) for tokens, begin, end, number in itertools.islice(spans, most) if end - begin > 8}
     held, seen = hashes(val), hashes(train).keys()
-    return [document_at(val, *held[name])["id"] for name in held.keys() & seen][:100], len(held)
+    return [document_at(val, *held[name])["id"] for name in held if name in seen][:100], len(held)
 
 # %% ../nbs/08a_data_failures.ipynb #bdcf087a
 @rule("data", symptom="validation loss falls with the training loss, and samples recite", cause="validation documents are in the training data", command="python -m llm_from_scratch.troubleshooting preflight --config {run}/config.yaml",

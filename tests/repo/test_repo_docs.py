@@ -12,7 +12,7 @@ from test_repo_budgets import GOOD, write_notebook
 
 CONFIG = """project: {type: website, output-dir: _docs}
 format: {html: {css: styles.css}}
-website: {title: sums, sidebar: {contents: [index.ipynb, 00_sums.ipynb]}}
+website: {title: sums, page-navigation: true, sidebar: {contents: [index.ipynb, 00_sums.ipynb]}}
 """
 
 
@@ -44,7 +44,9 @@ def test_doc_6_a_good_site_has_a_page_for_each_notebook(small_site):
     assert "2 pages for 2 notebooks" in result.stdout
     page = (small_site / "_docs" / "sums.html").read_text()
     assert "Sums" in page and "add" in page and "fonts.googleapis" not in page
-    assert 'href="sums.html"' in (small_site / "_docs" / "index.html").read_text()
+    home = (small_site / "_docs" / "index.html").read_text()
+    assert 'nav-page-next"><a href="sums.html"' in home and 'nav-page-previous"><a href="index.html"' in page
+    assert 'type="search"' in home and "sums.html" in (small_site / "_docs" / "search.json").read_text()
     assert not (small_site / "_proc").exists()
 
 
@@ -96,6 +98,7 @@ def test_every_notebook_is_in_the_sidebar_and_in_the_table_of_the_home_page():
 def test_the_site_reads_the_top_level_configuration():
     link = ROOT / "nbs" / "_quarto.yml"
     assert link.is_symlink() and str(link.readlink()) == "../_quarto.yml"
+    assert re.search(r"^  page-navigation: true$", link.read_text(), re.M)
 
 
 def test_readme_is_the_home_page():
