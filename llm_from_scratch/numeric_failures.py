@@ -334,7 +334,7 @@ def above_ignorance(
 
 # %% ../nbs/08b_numeric_failures.ipynb #278370da
 @rule("numeric", symptom="loss rises far above its beginning, or becomes NaN without fp16", cause="the learning rate is too high for this model", command="grep -o '\"loss\": [^,]*' {run}/metrics.jsonl | head -40",
-      cure="a rate ten times lower, then threes upward; a longer optim.warmup_steps where the first steps are the worst")
+      cure="a rate ten times lower, then up by factors of three while it holds; a longer optim.warmup_steps where the first steps are the worst")
 def rate_too_high(
     evidence: Evidence, # of a run
 ) -> Finding | None:
