@@ -460,8 +460,9 @@ def draw_series(
 # %% ../nbs/07b_monitoring.ipynb #12591486
 CURVES = {
     "loss": ("Loss", "nats a token", [("loss", "training", "tab:blue"), ("val_loss", "validation", "tab:orange")]),
-    "learning_rate": ("Learning rate", "learning rate", [("lr", "learning rate", "tab:green")]),
-    "grad_norm": ("Gradient norm", "norm before clipping", [("grad_norm", "gradient norm", "tab:purple")]),
+    "classes": ("Validation loss by class", "nats a token", [
+        ("val_loss/class/eos", "EOS", "tab:red"), ("val_loss/class/first", "first of a document", "tab:purple"), ("val_loss/class/other", "other", "tab:orange")]),
+    "learning_rate": ("Learning rate", "learning rate", [("lr", "learning rate", "tab:green")]), "grad_norm": ("Gradient norm", "norm before clipping", [("grad_norm", "gradient norm", "tab:purple")]),
     "throughput": ("Throughput", "tokens a second", [("tokens_per_second", "throughput", "tab:cyan")]),
     "shares": ("Where the time goes", "share", [
         ("effective_throughput", "of the best stretch", "tab:green"), ("mfu", "of the device's peak", "tab:blue"),
@@ -485,9 +486,8 @@ def draw_curve(
     figure = Figure(figsize=(5.6, 3.2), dpi=110, layout="tight")
     axes = figure.subplots()
     num_bad = sum([draw_series(axes, rows, *field) for field in fields])
-    for row in rows:
-        if row.get("resumed_from"):
-            axes.axvline(row["resumed_from"], color="gray", linestyle=":", linewidth=1)
+    for row in (row for row in rows if row.get("resumed_from")):
+        axes.axvline(row["resumed_from"], color="gray", linestyle=":", linewidth=1)
     if not any(series(rows, field)[0] for field, *_ in fields):
         axes.text(0.5, 0.5, "not measured", ha="center", va="center", transform=axes.transAxes, color="gray")
     elif len(fields) > 1 or num_bad:

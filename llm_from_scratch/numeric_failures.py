@@ -7,8 +7,9 @@ __all__ = ['LARGE_NORM', 'not_finite', 'overflow_fp16', 'nan_from_fp16', 'planne
            'step_scheduler_twice', 'scheduler_stepped_twice', 'lr_stands_still', 'start_too_large',
            'explodes_from_init', 'moments_of', 'clip_too_early', 'clipped_before_unscaling', 'forgotten_parameters',
            'lose_parameter', 'parameter_not_in_optimizer', 'cut_gradient', 'parameter_without_gradient', 'rises',
-           'usual_norms', 'swing', 'clip_lets_loss_swing', 'leave_temperature', 'router_temperature_unset',
-           'swap_moments', 'broken_moments', 'optimizer_groups_reordered']
+           'usual_norms', 'swing', 'clip_lets_loss_swing', 'leap', 'above_ignorance', 'rate_too_high',
+           'leave_temperature', 'router_temperature_unset', 'swap_moments', 'broken_moments',
+           'optimizer_groups_reordered']
 
 # %% ../nbs/08b_numeric_failures.ipynb #e52b9cb2
 import math
@@ -306,6 +307,44 @@ def clip_lets_loss_swing(
     thrown, wild = np.intersect1d(jumps, large), norms.max() / np.median(norms)
     if len(thrown) < max(3, 0.03 * len(steps), 0.5 * len(jumps)) or wild < 3: return None
     return Finding(f"the loss rose by more than 0.5 nats at {len(jumps)} of {len(steps)} steps, at {len(thrown)} of them with a gradient over {LARGE_NORM} times as large as around it; the largest norm is {wild:.0f} times the median {np.median(norms):.3g}, the limit is {config.optim.max_grad_norm:g}", "likely", int(thrown[0]))
+
+# %% ../nbs/08b_numeric_failures.ipynb #d52433cf
+@failure("rate-too-high")
+def leap(
+    folder: Path,    # gets the run
+    lr: float = 3.0, # a thousand times the usual
+) -> Path:
+    "AdamW with a rate that no model stands."
+    run = practice_run(folder, {"train": dict(steps=20), "optim": dict(lr=lr)})
+    assert len(above_ignorance(Evidence(run))) > 5 or not_finite(Evidence(run))
+    return run
+
+def above_ignorance(
+    evidence: Evidence,  # of a run
+    nats: float = 1.0,   # so far above ln V
+) -> list[int]:          # steps; empty where the vocabulary is not known, or the weights came from another run
+    "The longest stretch of steps whose loss is worse than that of a model that knows nothing."
+    config, (steps, losses), best, now = evidence.config, evidence.column("loss"), [], []
+    size = evidence.tokenizer.vocab_size if evidence.tokenizer else config and config.model.vocab_size
+    if not config or not size or config.train.init_from: return []
+    for step, loss in zip(steps.tolist(), losses.tolist()):
+        now = [*now, step] if loss > math.log(size) + nats else []
+        best = max(best, now, key=len)
+    return best
+
+# %% ../nbs/08b_numeric_failures.ipynb #278370da
+@rule("numeric", symptom="loss rises far above its beginning, or becomes NaN without fp16", cause="the learning rate is too high for this model", command="grep -o '\"loss\": [^,]*' {run}/metrics.jsonl | head -40",
+      cure="a rate ten times lower, then up by factors of three while it holds; a longer optim.warmup_steps where the first steps are the worst")
+def rate_too_high(
+    evidence: Evidence, # of a run
+) -> Finding | None:
+    "Three steps or more above the loss of a model that knows nothing, after a start that was none of them; or NaN outside of fp16."
+    config, rates, lost, broken = evidence.config, evidence.column("lr")[1], above_ignorance(evidence), not_finite(evidence)
+    if not config or not len(rates) or explodes_from_init(evidence): return None
+    after = f"; the rate went up to {rates.max():.3g} under {config.optim.kind}"
+    if len(lost) >= 3: return Finding(f"from step {lost[0]} to {lost[-1]} the loss is more than 1 nat above that of a model that knows nothing{after}", "likely", lost[0])
+    if len(broken) < 3 or config.train.dtype == "fp16" or broken[-1] != evidence.metrics[-1]["step"]: return None
+    return Finding(f"{len(broken)} of {len(evidence.metrics)} steps are not finite, to the end of the run, though nothing is computed in fp16{after}", "possible", broken[0])
 
 # %% ../nbs/08b_numeric_failures.ipynb #261bb5a5
 @failure("router-temperature-unset")

@@ -70,6 +70,18 @@ def test_a_schedule_that_runs_ahead_from_the_start_or_after_a_resume(run, since,
     assert causes(run)[:1] == ["scheduler-stepped-twice"]
 
 
+@pytest.mark.parametrize("bad, begin, end", [(40.0, 2, 24), (8.5, 12, 15), (float("nan"), 20, 24)])
+def test_a_rate_that_is_too_high_at_once_for_a_while_or_to_the_end(run, bad, begin, end):
+    in_rows(run, lambda step, row: {"loss": bad} if begin <= step <= end else {})
+    assert causes(run)[:1] == ["rate-too-high"]
+
+
+@pytest.mark.parametrize("bad", [7.5, float("nan")])
+def test_one_bad_batch_is_no_rate_that_is_too_high(run, bad):
+    in_rows(run, lambda step, row: {"loss": bad} if step == 12 else {})
+    assert "rate-too-high" not in causes(run)
+
+
 @pytest.mark.parametrize("begin", [3, 20])
 def test_losses_that_are_nan_under_fp16_from_any_step_on(run, begin):
     config = Evidence(run).config
@@ -193,9 +205,9 @@ def test_shards_that_are_wrong_in_part(folder, documents, rule):
 def test_a_validation_that_is_always_wrong_in_the_same_way(folder, order):
     from unittest import mock
 
-    from llm_from_scratch import train
+    from llm_from_scratch import training_loop
 
-    real = train.evaluate_loader
+    real = training_loop.evaluate_loader
     pick = {"turned": lambda batches: batches[::-1], "dropped": lambda batches: batches[:-1]}[order]
-    patch = mock.patch.object(train, "evaluate_loader", lambda model, loader, *where, **options: real(model, pick(list(loader)), *where, **options))
+    patch = mock.patch.object(training_loop, "evaluate_loader", lambda model, loader, *where, **options: real(model, pick(list(loader)), *where, **options))
     assert causes(practice_run(folder / order, {"eval": dict(every_steps=4)}, patches=(patch,)))[:1] == ["validation-not-as-stored"]
