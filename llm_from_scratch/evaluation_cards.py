@@ -27,7 +27,7 @@ from pathlib import Path
 # %% ../nbs/07ea_evaluation_cards.ipynb #a10d2e04
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 # %% ../nbs/07ea_evaluation_cards.ipynb #ab085cec
 from .artifacts import read_json, read_manifest, write_json
@@ -263,7 +263,7 @@ def verify_table(
     compared: list[Comparison], # of `verify_card`
 ) -> Table:                     # for a rich console
     "Value by value: the card's, this machine's, and how far they are apart."
-    table = Table("value", "in the card", "here", "relative difference", "")
+    table = Table(*(Column(name, overflow="fold") for name in ("value", "in the card", "here", "relative difference", "")))
     show = lambda value: f"{value[:12]}" if isinstance(value, str) else f"{value:,.6f}" if isinstance(value, float) else f"{value:,}"
     for item in compared: table.add_row(item.name, show(item.in_card), show(item.here), f"{item.difference:.1e}", "same" if item.is_equal else "DIFFERS")
     return table

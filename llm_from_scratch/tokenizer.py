@@ -102,7 +102,7 @@ TRAINING_OPTIONS = dict(
 def _explain_failure(message: str, vocab_size: int) -> str:
     if "sentences_.empty()" in message: return "no text to train a tokenizer on: there is no document, or only empty lines"
     if most := re.search(r"value <= (\d+)", message):
-        return f"tokenizer.vocab_size {vocab_size} is too large for this text: at most {most[1]}; lower it (--tokenizer.vocab-size {most[1]}) or train on more text"
+        return f"tokenizer.vocab_size {vocab_size} is too large for this text: at most {most[1]}; lower it, say to {min(512, int(most[1]))}, or train on more text"
     if least := re.search(r"required_chars. \d+ vs (\d+)", message):
         return (f"tokenizer.vocab_size {vocab_size} is too small: at least {least[1]}, for special pieces, bytes and single characters; "
                 "raise it or lower tokenizer.character_coverage")
