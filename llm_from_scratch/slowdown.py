@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['TAKEN', 'LEAST_ROWS', 'DIMENSIONS', 'WORTH', 'CHANGED', 'ASSUMED', 'WORSE', 'percent', 'giga', 'number', 'rose',
-           'fell', 'FOREIGN_BYTES', 'AWAIT_MS', 'IN_USE_SHARE', 'row_figures', 'stretch_figures', 'best_and_last',
-           'core_share', 'copy_bandwidth', 'counters', 'measure_machine', 'measure_steps', 'build_probe', 'Signal',
-           'lost', 'versions', 'read_record', 'sides', 'compared', 'limited', 'changed', 'hardware_signals',
-           'driver_signals', 'framework_signals', 'data_signals', 'algorithm_signals', 'ranking', 'attribute',
-           'factors', 'slowdown_table', 'is_told', 'looks', 'own_text', 'main']
+           'fell', 'FOREIGN_BYTES', 'AWAIT_MS', 'IN_USE_SHARE', 'NOTHING_WORSE', 'row_figures', 'stretch_figures',
+           'best_and_last', 'core_share', 'copy_bandwidth', 'counters', 'measure_machine', 'measure_steps',
+           'build_probe', 'Signal', 'lost', 'versions', 'read_record', 'sides', 'compared', 'limited', 'changed',
+           'hardware_signals', 'driver_signals', 'framework_signals', 'data_signals', 'algorithm_signals', 'ranking',
+           'attribute', 'factors', 'slowdown_table', 'is_told', 'looks', 'own_text', 'main']
 
 # %% ../nbs/08f_slowdown.ipynb #744960b3
 import json
@@ -393,6 +393,8 @@ def is_told(
     return signal.is_weight or (signal.factor or 0) >= WORTH
 
 # %% ../nbs/08f_slowdown.ipynb #273bddb3
+NOTHING_WORSE = "nothing that was measured is a tenth worse than in the best stretch; a run that waits for other programs has to be asked while they run"
+
 def looks(
     signals: list[Signal], # of `ranking`
 ) -> str:                  # empty where nothing is worse
@@ -432,7 +434,7 @@ def main(
         console = Console(force_jupyter=False, soft_wrap=not sys.stdout.isatty(), highlight=False)
         console.print(own_text(own, record["steps"]["tokens_per_second"]), soft_wrap=True)
         console.print(slowdown_table(signals))
-        if told := looks(signals): print(told)
+        print(looks(signals) or NOTHING_WORSE)
     return int(not options.keep and (signals[0].factor or 0) >= WORTH)
 
 # %% ../nbs/08f_slowdown.ipynb #0502f344

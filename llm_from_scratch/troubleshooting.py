@@ -392,7 +392,7 @@ def show_diagnoses(
     console: Console,       # to print to
 ) -> None:
     "Print what was found, why we think so, and what to check next."
-    if not found: return console.print(f"nothing found by {len(load_rules())} rules; `troubleshooting rules` lists what they know", highlight=False)
+    if not found: return console.print(f"nothing found by {len(load_rules())} rules; python -m llm_from_scratch.troubleshooting rules lists what they know", highlight=False)
     for one in found:
         after = f" (from step {one.finding.step})" if one.finding.step is not None else ""
         texts = {"evidence": one.finding.evidence + after, "check next": one.describe(run)["next"], "cure": one.rule.cure}
