@@ -312,7 +312,7 @@ class EngineConfig(Section):
     preflight: bool = Field(True, description="compare and try several ranks before the first step")
     allow_different_environments: bool = Field(False, description="go on where versions or settings differ between ranks")
     sparse_experts: bool = Field(True, description="ddp: send gradients of those experts only that some rank used in the step")
-    static_graph: bool = Field(False, description="ddp: each step runs the same operations, so the first one is learned")
+    static_graph: bool | None = Field(None, description="ddp: each step runs the same operations, so the first one is learned; none: where that is sure, in a dense model with one micro-batch of one length a step, not compiled")
     find_unused_parameters: bool = Field(False, description="ddp: search each step for parameters without a gradient, and allow them")
     links: Literal["none", "workstation", "nvlink", "infiniband", "roce"] = Field("none", description="NCCL settings for the links between GPUs; none: NCCL's own choice")
 

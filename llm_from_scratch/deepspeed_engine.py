@@ -6,8 +6,8 @@
 __all__ = ['DECIDED', 'READ_AT_START', 'PIECES', 'deepspeed_library', 'zero_settings', 'look_up', 'agree_settings', 'AskedFor',
            'read_settings', 'load_async_io', 'check_direct_writes', 'check_offload', 'hold_disk', 'check_engine',
            'copy_to_cpu', 'deepspeed_muon', 'start_deepspeed', 'gather_weights', 'EvenBatches', 'empty_batch',
-           'as_many', 'step_together', 'written_muon', 'check_late', 'check_touched', 'ZeroEngine', 'build_engine',
-           'zero_state', 'load_zero_state', 'check_cut', 'check_pieces', 'save_pieces', 'load_cut_anew',
+           'as_many', 'step_together', 'written_muon', 'check_late', 'check_touched', 'ZeroEngine', 'repeats_itself',
+           'build_engine', 'zero_state', 'load_zero_state', 'check_cut', 'check_pieces', 'save_pieces', 'load_cut_anew',
            'load_from_disk', 'load_pieces']
 
 # %% ../nbs/05d_deepspeed_engine.ipynb #3702499a
@@ -382,6 +382,18 @@ class ZeroEngine(Engine):
         gather_weights(self.model, self.plain)
         self.model = self.wrapped = self.plain or self.model
 
+# %% ../nbs/05d_deepspeed_engine.ipynb #cdaf0d8a
+def repeats_itself(
+    config: Config,  # resolved
+    world_size: int, # ranks
+    compile: bool,   # the forward is compiled
+) -> bool:           # what engine.static_graph says; where it says nothing, whether the promise is sure to hold
+    "Whether DDP may take each step's graph for the first one's."
+    train, asked = config.train, config.engine.static_graph
+    if asked is not None: return asked
+    varies = config.data.lengths or config.model.num_experts or config.engine.find_unused_parameters or compile
+    return not varies and plan_batch(train.global_batch, train.micro_batch, world_size) == 1
+
 # %% ../nbs/05d_deepspeed_engine.ipynb #960bfdf8
 def build_engine(
     config: Config,       # resolved; sections engine, train and optim count
@@ -401,7 +413,9 @@ def build_engine(
     check_engine(config)
     clipper = clipper or Clipper(model, config.optim)
     options = {"loss": next_token_loss, **options, "device": device, "dtype": dtype, "clipper": clipper, "scaler": scaler or LossScaler(config.train)}
-    if not config.engine.zero: return prepare(model, optimizer, ranks=ranks, compile=compile, options=config.engine, experts=experts, **options)
+    if not config.engine.zero:
+        ddp = config.engine.model_copy(update=dict(static_graph=repeats_itself(config, ranks.world_size, compile)))
+        return prepare(model, optimizer, ranks=ranks, compile=compile, options=ddp, experts=experts, **options)
     settings = read_settings(config, ranks.world_size, sum(p.numel() for p in model.parameters()))
     known, plain = parameter_names(model, optimizer), copy_to_cpu(model) if ranks.is_main else None
     for name, p in model.named_parameters():

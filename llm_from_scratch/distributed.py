@@ -255,7 +255,7 @@ def prepare(
         devices = [device.index] if device.type == "cuda" else None
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, experts.names if experts else [])
         wrapped = DistributedDataParallel(model, device_ids=devices, forward_sync_buffers=False, gradient_as_bucket_view=True,
-                                          static_graph=options.static_graph, find_unused_parameters=options.find_unused_parameters)
+                                          static_graph=bool(options.static_graph), find_unused_parameters=options.find_unused_parameters)
     clipper = clipper or Clipper(model, OptimConfig(max_grad_norm=max_grad_norm))
     scaler = (scaler or LossScaler(TrainConfig())) if dtype == torch.float16 else None
     return Engine(model, wrapped, optimizer, device=device, dtype=dtype, clipper=clipper, loss=loss, scaler=scaler, experts=experts)
