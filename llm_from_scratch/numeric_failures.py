@@ -156,7 +156,9 @@ def moments_of(
 
 @failure("clipped-before-unscaling")
 def clip_too_early(
-    folder: Path, # gets the run
+    folder: Path,        # gets the run
+    kind: str = "adamw", # of the optimizer
+    steps: int = 4,      # of the run
 ) -> Path:
     "Clip the scaled gradients, then divide them."
     distributed = import_module("llm_from_scratch.distributed")
@@ -166,7 +168,7 @@ def clip_too_early(
         distributed.unscale_gradients(engine.model, engine.scaler.scale)
         engine.optimizer.step()
         return norm
-    run = practice_run(folder, {"train": dict(dtype="fp16", steps=4)}, patches=(mock.patch.object(distributed.Engine, "step", step),))
+    run = practice_run(folder, {"train": dict(dtype="fp16", steps=steps), "optim": dict(kind=kind)}, patches=(mock.patch.object(distributed.Engine, "step", step),))
     assert np.median(Evidence(run).column("grad_norm")[1]) > 1000
     return run
 

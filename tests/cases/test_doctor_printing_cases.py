@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from llm_from_scratch import distributed, slowdown
+from llm_from_scratch import slowdown
 from llm_from_scratch.data_failures import rewritten
 from llm_from_scratch.job_checks import JobCheck, cures, job_table
+from llm_from_scratch.numeric_failures import clip_too_early
 from llm_from_scratch.slowdown import Signal, looks, slowdown_table
 from llm_from_scratch.troubleshooting import diagnose, practice_run, show_diagnoses
 
@@ -71,14 +72,7 @@ def test_ends_that_only_the_validation_lacks_are_missed(tmp_path):
 
 
 def test_clipping_of_scaled_gradients_beside_muon_is_told_by_the_norms(tmp_path):
-    def step(engine):
-        norm = engine.clipper.measure().item()
-        engine.clipper.clip()
-        distributed.unscale_gradients(engine.model, engine.scaler.scale)
-        engine.optimizer.step()
-        return norm
-
     options = {"train": dict(dtype="fp16", steps=8), "optim": dict(kind="muon")}
-    run = practice_run(tmp_path / "run", options, patches=(mock.patch.object(distributed.Engine, "step", step),))
+    run = clip_too_early(tmp_path / "run", kind="muon", steps=8)
     assert [one.rule.name for one in diagnose(run)] == ["clipped-before-unscaling"]
     assert diagnose(practice_run(tmp_path / "good", options)) == []
